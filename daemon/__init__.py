@@ -1,0 +1,1 @@
+"""The per-node daemon, its wire protocol, its client and its command line."""

@@ -1,0 +1,695 @@
+"""Where blocks lie: the index, the slots of every local tier, and what is to be copied, evicted or moved.
+
+Decide, then do: nothing here waits or touches payload bytes. A `plan_...` method takes slots and marks its rows *busy*
+(neither evicted nor given away, whatever happens to their leases) and returns; `transfer.py` copies in data threads and
+reports back to `demoted`, `promoted` or `moved`, where copies that are whole become part of the index.
+
+The rules that hold throughout, proved by `check()`:
+
+- A slot is handed on only after its generation has grown, so that a late reader notices.
+- A block leaves its last local tier only when it has no resident child.
+- A clean block (one with a copy on disk) leaves DRAM at once; a dirty one is copied down first, and is forgotten only
+  when the cleaner fell behind, oldest leaves first. Disk keeps its copy of what comes back up.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcascade.config.errors import CascadeError, ProtocolError, Refused
+from kvcascade.config.settings import Settings
+from kvcascade.tiers.block import CRYPTOGRAPHIC, HASH_BYTES, KVGroup
+from kvcascade.tiers.disk import DiskTier, Recovery
+from kvcascade.tiers.dram import DramTier
+from kvcascade.tiers.hbm import HbmTier
+from kvcascade.tiers.namespace import Namespace
+from kvcascade.tiers.policy import VictimQueue
+from kvcascade.tiers.pool import PAGE_SHIFT
+
+from .index import NO_ROW, NO_SLOT, U8, U32, U64, Index, Mask, RowState, pack_keys
+from .protocol import POOL_DRAM, POOL_HBM, Tier, decode_body
+
+DEMOTION_BATCH_BYTES = 32 << 20
+MAX_SIZE_CLASSES = 255  # a u8 column
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """One KV group of one namespace, numbered for the index, with the size class of its blocks."""
+
+    number: int
+    namespace: Namespace
+    fingerprint: bytes
+    group: int
+    shape: KVGroup
+    block_bytes: int
+    slot_bytes: int
+    size_class: int
+    width: int  # bytes of a block hash
+    keeps_tokens: bool  # the hash is not cryptographic: token ids are kept and compared
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Where blocks lie in memory, with the generations that must still hold after a copy."""
+
+    pools: U8
+    pages: U32
+    generations: U32
+
+
+@dataclass(frozen=True, slots=True)
+class Demotion:
+    """Copy `rows` down: from HBM to DRAM pages, or from DRAM to disk slots."""
+
+    source: Tier
+    size_class: int
+    rows: U32
+    pages: U32  # where the bytes are: HBM or DRAM
+    targets: U32  # where they go: DRAM pages or disk slots
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """Read `rows`, all of one space, from disk `slots` into DRAM `pages`."""
+
+    space: Space
+    rows: U32
+    slots: U32
+    pages: U32
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy `rows` from `pages` to `targets` within DRAM, so that `slab` can go to another size class."""
+
+    slab: int
+    slot_bytes: int
+    rows: U32
+    pages: U32
+    targets: U32
+
+
+class Residency:
+    """The blocks of a node and their copies. `give_up` is called for pending rows whose chain is forgotten."""
+
+    def __init__(
+        self, settings: Settings, *, dram: DramTier, hbm: HbmTier | None = None, disk: DiskTier | None = None
+    ) -> None:
+        self.dram = dram
+        self.hbm = hbm
+        self.disk = disk
+        self._settings = settings
+        room = dram.pool.capacity + (hbm.pool.capacity if hbm else 0) + (disk.capacity if disk else 0)
+        # The loop's thread alone changes all of this. The index grows by itself; this is a guess at 64 KiB a block.
+        self.index = Index(rows=min(max(room >> 16, 1 << 12), 1 << 21))
+        self.spaces: list[Space] = []
+        self.counters: Counter[str] = Counter()
+        self.wake: Callable[[], None] = lambda: None  # called when the cleaner may have work
+        self.give_up: Callable[[U32], None] = lambda rows: None
+        self._space_of: dict[tuple[bytes, int], Space] = {}
+        self._classes: list[int] = []  # size class number → slot bytes
+        self._clean: list[int] = []  # size class → rows that lie in DRAM and on disk
+        self._clean_victims: list[VictimQueue] = []
+        self._dirty_victims: list[VictimQueue] = []
+        self._disk_victims: list[VictimQueue] = []
+        self._starved: set[int] = set()  # classes that wait for a slab of another class
+        self.wants_cleaning = False  # what the last plan_demotion saw: too little is free or clean
+        self._promoting: set[int] = set()  # rows being read from disk
+        self._promoting_bytes = 0
+
+    def space(self, namespace: Namespace, group: int) -> Space:
+        """The space of a namespace's KV group, opened at its first use. ConfigError: a block does not fit in a slab."""
+        fingerprint = namespace.fingerprint()
+        known = self._space_of.get((fingerprint, group))
+        if known is not None:
+            return known
+        block_bytes = namespace.block_bytes(group)
+        slot_bytes = self.dram.pool.slot_bytes(block_bytes)
+        space = Space(
+            number=len(self.spaces),
+            namespace=namespace,
+            fingerprint=fingerprint,
+            group=group,
+            shape=namespace.groups[group],
+            block_bytes=block_bytes,
+            slot_bytes=slot_bytes,
+            size_class=self._class_number(slot_bytes),
+            width=HASH_BYTES[namespace.hash_algo],
+            keeps_tokens=namespace.hash_algo not in CRYPTOGRAPHIC,
+        )
+        self.spaces.append(space)
+        self._space_of[fingerprint, group] = space
+        self.index.block_tokens[space.number] = space.shape.block_tokens
+        return space
+
+    def _class_number(self, slot_bytes: int) -> int:
+        if slot_bytes in self._classes:
+            return self._classes.index(slot_bytes)
+        if len(self._classes) == MAX_SIZE_CLASSES:
+            raise CascadeError(f"slots of {slot_bytes} bytes: {MAX_SIZE_CLASSES} sizes are in use already")
+        number = len(self._classes)
+        self._classes.append(slot_bytes)
+        self._clean.append(0)
+        index = self.index
+
+        def in_dram(clean: bool) -> Callable[[], U32]:
+            def rows() -> U32:
+                high = index.high
+                mine = (index.dram[:high] != NO_SLOT) & (index.size_class[:high] == number)
+                mine &= (index.disk[:high] != NO_SLOT) == clean
+                return np.flatnonzero(mine & (index.state[:high] == RowState.READY)).astype(np.uint32)
+
+            return rows
+
+        def on_disk() -> U32:
+            high = index.high
+            mine = (index.disk[:high] != NO_SLOT) & (index.size_class[:high] == number)
+            return np.flatnonzero(mine & (index.state[:high] == RowState.READY)).astype(np.uint32)
+
+        def score(rows: U32) -> U64:
+            return index.stamp[rows]
+
+        def idle(rows: U32) -> Mask:
+            result: Mask = (index.state[rows] == RowState.READY) & (index.pins[rows] == 0) & (index.busy[rows] == 0)
+            return result
+
+        def clean(rows: U32) -> Mask:
+            return idle(rows) & (index.dram[rows] != NO_SLOT) & (index.disk[rows] != NO_SLOT)
+
+        def dirty(rows: U32) -> Mask:
+            return idle(rows) & (index.dram[rows] != NO_SLOT) & (index.disk[rows] == NO_SLOT)
+
+        def disposable(rows: U32) -> Mask:
+            good = idle(rows) & (index.disk[rows] != NO_SLOT)
+            last = good & (index.dram[rows] == NO_SLOT) & (index.hbm[rows] == NO_SLOT)
+            good[last] = index.childless_in_order(rows[last])
+            return good
+
+        self._clean_victims.append(VictimQueue(in_dram(clean=True), score, clean))
+        self._dirty_victims.append(VictimQueue(in_dram(clean=False), score, dirty))
+        self._disk_victims.append(VictimQueue(on_disk, score, disposable))
+        return number
+
+    def leading_run(self, space: Space, rows: U32, *, ready: bool) -> U32:
+        """The leading rows that are resident and really chained; with `ready`, up to the first that is pending."""
+        index = self.index
+        good = rows != NO_ROW
+        count = len(rows) if good.all() else int(good.argmin())
+        rows = rows[:count]
+        if not count:
+            return rows
+        # Hashes that do not chain as claimed must not mix the stamps of two chains.
+        good = np.empty(count, dtype=np.bool_)
+        good[0] = index.parent[rows[0]] == NO_ROW
+        good[1:] = index.parent[rows[1:]] == rows[:-1]
+        if ready:
+            good &= index.state[rows] == RowState.READY
+        return rows if good.all() else rows[: int(good.argmin())]
+
+    def tiers_of(self, rows: U32) -> U8:
+        tiers = np.full(len(rows), Tier.DISK, dtype=np.uint8)
+        tiers[self.index.dram[rows] != NO_SLOT] = Tier.DRAM
+        tiers[self.index.hbm[rows] != NO_SLOT] = Tier.HBM
+        return tiers
+
+    def in_memory(self, rows: U32) -> Mask:
+        result: Mask = (self.index.dram[rows] != NO_SLOT) | (self.index.hbm[rows] != NO_SLOT)
+        return result
+
+    def slots(self, rows: U32) -> Slots:
+        hbm = self.index.hbm[rows]
+        in_hbm = hbm != NO_SLOT
+        pages = np.where(in_hbm, hbm, self.index.dram[rows]).astype(np.uint32)
+        pools = np.where(in_hbm, POOL_HBM, POOL_DRAM).astype(np.uint8)
+        return Slots(pools, pages, self.generations(pools, pages))
+
+    def generations(self, pools: U8, pages: U32) -> U32:
+        generations = np.empty(len(pages), dtype=np.uint32)
+        in_dram = pools == POOL_DRAM
+        generations[in_dram] = self.dram.generations.of(pages[in_dram])
+        if self.hbm is not None:
+            generations[~in_dram] = self.hbm.generations.of(pages[~in_dram])
+        return generations
+
+    def room(self, size_class: int, count: int, parent: int) -> tuple[U8, U32]:
+        """Up to `count` PENDING slots for a store, in HBM while it has free ones, else in DRAM."""
+        held = np.array([] if parent == NO_ROW else [parent], dtype=np.uint32)
+        # The chain's tail must not be evicted to make room for its own children.
+        self.index.busy[held] += np.uint8(1)
+        try:
+            slot_bytes = self._classes[size_class]
+            hbm = self.hbm.allocate(slot_bytes, count) if self.hbm is not None else _none(np.uint32)
+            dram = self._dram_room(size_class, count - len(hbm))
+        finally:
+            self.index.busy[held] -= np.uint8(1)
+        self.wake()
+        pools = np.repeat(np.array([POOL_HBM, POOL_DRAM], dtype=np.uint8), [len(hbm), len(dram)])
+        return pools, np.concatenate([hbm, dram]).astype(np.uint32)
+
+    def _dram_room(self, size_class: int, count: int) -> U32:
+        """Up to `count` PENDING DRAM slots: free ones, then clean victims', then the oldest dirty leaves'."""
+        pool, slot_bytes = self.dram.pool, self._classes[size_class]
+        pages = pool.allocate(slot_bytes, count)
+        short = count - len(pages)
+        if short > 0 and self._evict(size_class, short):
+            pages = np.concatenate([pages, pool.allocate(slot_bytes, short)])
+        if len(pages) < count:
+            self._starved.add(size_class)
+        return pages
+
+    def _evict(self, size_class: int, count: int) -> int:
+        """Frees up to `count` DRAM slots of a class; returns how many."""
+        victims = self._clean_victims[size_class].take(count)
+        self._drop_dram(victims)
+        self.counters["evicted_blocks"] += len(victims)
+        freed = len(victims)
+        if freed < count:
+            freed += self._drop_dirty(size_class, count - freed)
+        if len(self._classes) > 1 and len(victims):
+            youngest = int(self.index.stamp[victims[-1]])
+            if any(self._oldest(other) < youngest for other in range(len(self._classes)) if other != size_class):
+                self._starved.add(size_class)  # another class keeps blocks that are older than those that had to go
+        return freed
+
+    def _oldest(self, size_class: int) -> int:
+        """No block of this class in DRAM has an older stamp."""
+        return min(self._clean_victims[size_class].lowest(), self._dirty_victims[size_class].lowest())
+
+    def _drop_dirty(self, size_class: int, count: int) -> int:
+        """Forgets the oldest dirty leaves: the cleaner fell behind, or there is nothing below."""
+        rows = self._dirty_victims[size_class].take(count)
+        elsewhere = self.index.hbm[rows] != NO_SLOT
+        self._drop_dram(rows[elsewhere])
+        last = rows[~elsewhere]
+        leaves = last[self.index.childless_in_order(last)]
+        self.counters["dropped_blocks"] += len(leaves)
+        self.remove(leaves)
+        return int(elsewhere.sum()) + len(leaves)
+
+    def _drop_dram(self, rows: U32) -> None:
+        """Frees the DRAM copies of rows that have another."""
+        clean = self.index.disk[rows] != NO_SLOT
+        self._count_clean(rows[clean], -1)
+        pages = self.index.dram[rows]
+        self.index.dram[rows] = NO_SLOT
+        self.dram.free(pages)
+
+    def _count_clean(self, rows: U32, change: int) -> None:
+        for size_class, count in enumerate(
+            np.bincount(self.index.size_class[rows], minlength=len(self._clean)).tolist()
+        ):
+            self._clean[size_class] += change * count
+
+    def remove(self, rows: U32) -> None:
+        """Makes rows unfindable, and frees what nobody holds."""
+        idle, _ = self.index.remove(rows)
+        self._free_copies(idle)
+
+    def forget(self, rows: U32) -> None:
+        """Makes rows and all below them unfindable: their bytes are in doubt."""
+        index = self.index
+        below = index.with_descendants(rows[index.state[rows] == RowState.READY])
+        pending = below[index.state[below] == RowState.PENDING]
+        if len(pending):
+            self.give_up(pending)
+        below = below[index.state[below] == RowState.READY]
+        self.counters["forgotten_blocks"] += len(below)
+        self.remove(below)
+
+    def free_doomed(self, rows: U32) -> None:
+        index = self.index
+        if index.doomed:
+            over = rows[(index.state[rows] == RowState.DOOMED) & (index.pins[rows] == 0) & (index.busy[rows] == 0)]
+            self._free_copies(over)
+
+    def _free_copies(self, rows: U32) -> None:
+        index = self.index
+        in_dram = index.dram[rows] != NO_SLOT
+        on_disk = index.disk[rows] != NO_SLOT
+        self._count_clean(rows[in_dram & on_disk], -1)
+        self.dram.free(index.dram[rows[in_dram]])
+        if self.disk is not None and on_disk.any():
+            self.disk.free(index.disk[rows[on_disk]])
+        if self.hbm is not None:
+            for row in rows[index.hbm[rows] != NO_SLOT].tolist():
+                self.hbm.drop(row)
+        index.recycle(rows)
+
+    def plan_demotion(self, *, everything: bool = False) -> Demotion | None:
+        """The next batch to copy down, or None when enough is clean; with `everything`, while anything is dirty."""
+        self.wants_cleaning = False
+        if self.hbm is not None:
+            plan = self._plan_hbm_demotion(everything)
+            if plan is not None:
+                return plan
+        if self.disk is None or not self.disk.writable:
+            return None
+        for size_class, slot_bytes in enumerate(self._classes):
+            plan = self._plan_dram_demotion(size_class, slot_bytes, everything)
+            if plan is not None:
+                return plan
+        return None
+
+    def _plan_dram_demotion(self, size_class: int, slot_bytes: int, everything: bool) -> Demotion | None:
+        assert self.disk is not None
+        pool = self.dram.pool
+        if not everything and self._settings.disk.write_policy != "through":
+            target = 2 * self._settings.dram.low_watermark.of(pool.capacity)
+            easy = pool.free_slots(slot_bytes) + self._clean[size_class]
+            if easy * slot_bytes >= target:
+                return None
+        self.wants_cleaning = True
+        batch = max(1, DEMOTION_BATCH_BYTES // slot_bytes)
+        rows = self._newest_dirty(size_class, batch) if everything else self._dirty_victims[size_class].take(batch)
+        if not len(rows):
+            return None
+        index = self.index
+        index.busy[rows] += np.uint8(1)
+        slots = self._disk_room(size_class, len(rows))
+        left = rows[len(slots) :]
+        index.busy[left] -= np.uint8(1)
+        rows = rows[: len(slots)]
+        if not len(rows):
+            return None
+        return Demotion(Tier.DRAM, size_class, rows, index.dram[rows], slots)
+
+    def _newest_dirty(self, size_class: int, count: int) -> U32:
+        """Dirty blocks, newest first and so heads first: an end that runs out of time leaves whole prefixes behind."""
+        index = self.index
+        rows = np.flatnonzero(self._resident(Tier.DRAM) & (index.disk[: index.high] == NO_SLOT)).astype(np.uint32)
+        rows = rows[(index.size_class[rows] == size_class) & (index.busy[rows] == 0)]
+        return rows[np.argsort(index.stamp[rows])[::-1][:count]]
+
+    def slot_bytes(self, size_class: int) -> int:
+        """Bytes of a slot of this class."""
+        return self._classes[size_class]
+
+    def _disk_room(self, size_class: int, count: int) -> U32:
+        assert self.disk is not None
+        length = self._classes[size_class]
+        slots = self.disk.allocate(length, count)
+        short = count - len(slots)
+        if short > 0:
+            victims = self._disk_victims[size_class].take(short)
+            self._drop_disk(victims)
+            slots = np.concatenate([slots, self.disk.allocate(length, short)])
+        return slots
+
+    def _drop_disk(self, rows: U32) -> None:
+        index = self.index
+        elsewhere = (index.dram[rows] != NO_SLOT) | (index.hbm[rows] != NO_SLOT)
+        stay = rows[elsewhere]
+        self._count_clean(stay[index.dram[stay] != NO_SLOT], -1)
+        if self.disk is not None:
+            self.disk.free(index.disk[stay])
+        index.disk[stay] = NO_SLOT
+        self.counters["disk_evicted_blocks"] += len(rows)
+        self.remove(rows[~elsewhere])
+
+    def _plan_hbm_demotion(self, everything: bool) -> Demotion | None:
+        assert self.hbm is not None
+        index = self.index
+        for size_class, slot_bytes in enumerate(self._classes):
+            counts = self.hbm.pool.counts().get(slot_bytes)
+            if counts is None or not counts.ready:
+                continue
+            target = 2 * self._settings.hbm.low_watermark.of(self.hbm.pool.capacity)
+            wanted = -(-target // slot_bytes) - self.hbm.pool.free_slots(slot_bytes)
+            through = everything or self._settings.dram.write_policy == "through"
+            if wanted <= 0 and not through:
+                continue
+            batch = max(1, DEMOTION_BATCH_BYTES // slot_bytes)
+            queued = self.hbm.victims(slot_bytes, counts.ready if through else min(wanted, batch))
+            rows = np.array([row for _, row in queued], dtype=np.uint32)
+            rows = rows[(index.busy[rows] == 0) & (index.state[rows] == RowState.READY)]
+            covered = (index.dram[rows] != NO_SLOT) | (index.disk[rows] != NO_SLOT)
+            if wanted > 0:
+                self._drop_hbm(rows[covered][:wanted])
+            rows = rows[~covered][:batch]
+            if not len(rows):
+                continue
+            index.busy[rows] += np.uint8(1)
+            pages = self._dram_room(size_class, len(rows))
+            index.busy[rows[len(pages) :]] -= np.uint8(1)
+            rows = rows[: len(pages)]
+            if len(rows):
+                return Demotion(Tier.HBM, size_class, rows, index.hbm[rows], pages)
+        return None
+
+    def _drop_hbm(self, rows: U32) -> None:
+        """Frees the HBM copies of unpinned rows that have another."""
+        assert self.hbm is not None
+        self.hbm.evict_batch(self.index.hbm[rows])
+        self.index.hbm[rows] = NO_SLOT
+
+    def demoted(self, plan: Demotion, succeeded: Mask) -> None:
+        """A demotion has ended: copies of the blocks that succeeded are whole (for disk: durable) below."""
+        index = self.index
+        rows, targets = plan.rows, plan.targets
+        index.busy[rows] -= np.uint8(1)
+        if plan.source is Tier.HBM:
+            good = succeeded & (index.state[rows] == RowState.READY)
+            self.dram.pool.ready(targets[good])
+            index.dram[rows[good]] = targets[good]
+            self.dram.free(targets[~good])
+            if self._settings.dram.write_policy != "through":
+                self._drop_hbm(rows[good & (index.pins[rows] == 0)])
+        else:
+            assert self.disk is not None
+            good = succeeded & (index.state[rows] == RowState.READY)
+            index.disk[rows[good]] = targets[good]
+            kept = rows[good & (index.dram[rows] != NO_SLOT)]
+            self._count_clean(kept, 1)
+            self._clean_victims[plan.size_class].add(kept)
+            self.disk.free(targets[~good])
+            self.counters["demoted_blocks"] += int(good.sum())
+        self.free_doomed(rows)
+        self.wake()
+
+    def plan_promotion(self, space: Space, rows: U32) -> Promotion | None:
+        """Slots for those of `rows` that lie on disk only, leading ones first, as far as budget and DRAM reach."""
+        if self.disk is None or not self.disk.readable:
+            return None
+        index = self.index
+        below = rows[~self.in_memory(rows) & (index.state[rows] == RowState.READY) & (index.disk[rows] != NO_SLOT)]
+        wanted = np.array([row for row in below.tolist() if row not in self._promoting], dtype=np.uint32)
+        slot_bytes = space.slot_bytes
+        budget = self._settings.promotion.budget_share.of(self.dram.pool.capacity) - self._promoting_bytes
+        wanted = wanted[: max(0, budget // slot_bytes)]
+        if not len(wanted):
+            return None
+        pages = self._dram_room(space.size_class, len(wanted))
+        wanted = wanted[: len(pages)]
+        if not len(wanted):
+            return None
+        index.busy[wanted] += np.uint8(1)
+        self._promoting_bytes += len(wanted) * slot_bytes
+        self._promoting.update(wanted.tolist())
+        return Promotion(space, wanted, index.disk[wanted], pages)
+
+    def promoted(self, plan: Promotion, good: Mask, doubted: Mask) -> None:
+        """A promotion has ended: the `good` blocks were read whole and proved true; `doubted` ones proved false.
+
+        The latter are forgotten. The others could not be read now: they stay what and where they are.
+        """
+        index = self.index
+        rows = plan.rows
+        index.busy[rows] -= np.uint8(1)
+        self._promoting_bytes -= len(rows) * plan.space.slot_bytes
+        self._promoting.difference_update(rows.tolist())
+        keep = good & (index.state[rows] == RowState.READY)
+        self.dram.pool.ready(plan.pages[keep])
+        index.dram[rows[keep]] = plan.pages[keep]
+        self._count_clean(rows[keep], 1)
+        self.dram.free(plan.pages[~keep])
+        self.counters["promoted_blocks"] += int(keep.sum())
+        self.free_doomed(rows)
+        bad = rows[doubted & (index.state[rows] == RowState.READY)]
+        if len(bad):
+            self.counters["failed_promotions"] += len(bad)
+            self.forget(bad)
+
+    def plan_move(self) -> Move | None:
+        """Picks a slab for a size class that has no room, from the class whose oldest blocks are the oldest of all."""
+        while self._starved:
+            needy = self._starved.pop()
+            plan = self._plan_move_to(needy)
+            if plan is not None:
+                return plan
+        return None
+
+    def _plan_move_to(self, needy: int) -> Move | None:
+        index, pool = self.index, self.dram.pool
+        high = index.high
+        resident = (index.dram[:high] != NO_SLOT) & (index.state[:high] == RowState.READY)
+        oldest: list[tuple[int, int]] = []
+        for size_class in range(len(self._classes)):
+            rows = np.flatnonzero(resident & (index.size_class[:high] == size_class))
+            if len(rows):
+                oldest.append((int(index.stamp[rows].min()), size_class))
+        oldest.sort()
+        if not oldest or oldest[0][1] == needy:
+            return None
+        donor = oldest[0][1]
+        slot_bytes = self._classes[donor]
+        rows = np.flatnonzero(resident & (index.size_class[:high] == donor)).astype(np.uint32)
+        slabs = pool.slabs_of(slot_bytes)
+        slab_of = index.dram[rows] // np.uint32(pool.slab_bytes >> PAGE_SHIFT)
+        held = (index.pins[rows] != 0) | (index.busy[rows] != 0)
+        busy_slabs = set(slab_of[held].tolist())
+        ready_in = Counter(slab_of.tolist())
+        used = dict(zip(slabs.tolist(), pool.used_in(slabs).tolist(), strict=True))
+        # Slots that are pending or quarantined cannot be moved: their slabs are out of the question.
+        free = [s for s in slabs.tolist() if s not in busy_slabs and used[s] == ready_in.get(s, 0)]
+        if not free:
+            return None
+        slab = min(free, key=lambda s: used[s])
+        pool.reserve_slab(slab)
+        mine = rows[slab_of == slab]
+        # Clean blocks leave at once; the others move to slots that the donor's oldest blocks give up.
+        clean = index.disk[mine] != NO_SLOT
+        self._drop_dram(mine[clean])
+        movers = mine[~clean]
+        index.busy[movers] += np.uint8(1)
+        targets = self._dram_room(donor, len(movers))
+        self._starved.discard(donor)
+        left = movers[len(targets) :]
+        index.busy[left] -= np.uint8(1)
+        movers = movers[: len(targets)]
+        return Move(slab, slot_bytes, movers, index.dram[movers], targets)
+
+    def moved(self, plan: Move, whole: bool) -> None:
+        """A move has ended. If its copies are whole the blocks lie in their new slots, and the slab may be free."""
+        index = self.index
+        rows = plan.rows
+        index.busy[rows] -= np.uint8(1)
+        # A block that was pinned meanwhile is being read where it lies.
+        go = (index.state[rows] == RowState.READY) & (index.pins[rows] == 0) & whole
+        self.dram.pool.ready(plan.targets[go])
+        index.dram[rows[go]] = plan.targets[go]
+        self.dram.free(plan.pages[go])
+        self.dram.free(plan.targets[~go])
+        self.free_doomed(rows)
+        if self.dram.pool.release_slab(plan.slab):
+            self.counters["moved_slabs"] += 1
+        else:
+            self.dram.pool.unreserve_slab(plan.slab)
+
+    def recover(self, recovery: Recovery) -> int:
+        """Takes over the blocks that a disk directory holds; returns how many. Unreachable ones are freed."""
+        assert self.disk is not None
+        spaces = np.full((len(recovery.namespaces), 256), NO_ROW, dtype=np.uint32)
+        for number, (fingerprint, descriptor) in enumerate(recovery.namespaces):
+            try:
+                namespace = Namespace.from_map(decode_body(descriptor))
+                if namespace.fingerprint() != fingerprint or namespace.hash_algo not in CRYPTOGRAPHIC:
+                    # Where hashes can collide token ids must be compared, and they are not read at the start.
+                    raise Refused("its blocks cannot be told apart by their hashes alone")
+                for group in range(len(namespace.groups)):
+                    spaces[number, group] = self.space(namespace, group).number
+            except CascadeError:
+                self.counters["recovery_unfit_namespaces"] += 1
+        space = spaces[recovery.ns, recovery.group]
+        fits = space != NO_ROW
+        classes = np.array([s.size_class for s in self.spaces] or [0], dtype=np.uint8)
+        lengths = np.array([s.slot_bytes for s in self.spaces] or [0], dtype=np.uint32)
+        known = np.where(fits, space, 0)
+        fits &= lengths[known] == recovery.length
+        keys = np.ascontiguousarray(recovery.hashes).view("<u8").reshape(-1, 4)
+        parents = np.ascontiguousarray(recovery.parents).view("<u8").reshape(-1, 4)
+        rows = np.full(len(space), NO_ROW, dtype=np.uint32)
+        rows[fits] = self.index.insert_bulk(
+            space[fits], keys[fits], parents[fits], recovery.has_parent[fits], recovery.stamp[fits]
+        )
+        kept = rows != NO_ROW
+        self.index.disk[rows[kept]] = recovery.slot[kept]
+        self.index.size_class[rows[kept]] = classes[space[kept]]
+        self.disk.free(recovery.slot[~kept])
+        self.counters["recovered_blocks"] += int(kept.sum())
+        self.counters["recovery_unreachable_blocks"] += int((~kept).sum())
+        return int(kept.sum())
+
+    def where(self, space: Space, hashes: bytes) -> U8:
+        """For each block a bit mask of the tiers that it lies in (1 << Tier), 0 where absent."""
+        rows = self.index.find(space.number, self.keys(space, hashes))
+        masks = np.zeros(len(rows), dtype=np.uint8)
+        known = rows != NO_ROW
+        known[known] = self.index.state[rows[known]] == RowState.READY
+        for tier, column in self._columns():
+            masks[known] |= np.where(column[rows[known]] != NO_SLOT, np.uint8(1 << tier), np.uint8(0))
+        return masks
+
+    def blocks_of(self, space: Space) -> int:
+        """Ready blocks of a space, wherever they lie. O(rows)."""
+        high = self.index.high
+        mine = (self.index.space[:high] == space.number) & (self.index.state[:high] == RowState.READY)
+        return int(mine.sum())
+
+    def _columns(self) -> list[tuple[Tier, U32]]:
+        return [(Tier.HBM, self.index.hbm), (Tier.DRAM, self.index.dram), (Tier.DISK, self.index.disk)]
+
+    def blocks_in(self, tier: Tier) -> int:
+        """Ready blocks that have a copy in a tier. O(rows)."""
+        return int(self._resident(tier).sum())
+
+    def _resident(self, tier: Tier) -> Mask:
+        index = self.index
+        high = index.high
+        column = dict(self._columns())[tier][:high]
+        mask: Mask = (column != NO_SLOT) & (index.state[:high] == RowState.READY)
+        return mask
+
+    def dirty_in(self, tier: Tier) -> int:
+        """Ready blocks of a memory tier without a copy in a lower tier. O(rows)."""
+        high = self.index.high
+        mask = self._resident(tier)
+        mask &= self.index.disk[:high] == NO_SLOT
+        if tier is Tier.HBM:
+            mask &= self.index.dram[:high] == NO_SLOT
+        return int(mask.sum())
+
+    def pinned_in(self, tier: Tier) -> int:
+        """Ready blocks of a tier that some lease pins. O(rows)."""
+        return int((self._resident(tier) & (self.index.pins[: self.index.high] != 0)).sum())
+
+    def keys(self, space: Space, hashes: bytes) -> U64:
+        if len(hashes) % space.width:
+            raise ProtocolError(f"field 'hashes': {len(hashes)} bytes are no multiple of {space.width}")
+        return pack_keys(hashes, space.width)
+
+    # ---- proof
+
+    def check(self) -> list[str]:
+        """Violations in the index and the tiers, and between them, as sentences. O(rows)."""
+        index = self.index
+        wrong = index.check() + self.dram.check()
+        if self.hbm is not None:
+            wrong += self.hbm.check()
+        if self.disk is not None:
+            wrong += [f"disk: {text}" for text in self.disk.check()]
+        counts = self.dram.pool.counts().values()
+        held = np.flatnonzero(index.dram[: index.high] != NO_SLOT)
+        if len(held) != sum(c.ready for c in counts):
+            wrong.append(f"dram: {sum(c.ready for c in counts)} ready slots for {len(held)} rows")
+        for tier, column in self._columns():
+            taken = column[: index.high]
+            taken = taken[taken != NO_SLOT]
+            if len(np.unique(taken)) != len(taken):
+                wrong.append(f"{tier.name.lower()}: two rows share a slot")
+        for size_class, clean in enumerate(self._clean):
+            mine = held[index.size_class[held] == size_class]
+            counted = int((index.disk[mine] != NO_SLOT).sum())
+            if counted != clean:
+                wrong.append(f"class {self._classes[size_class]}: {clean} clean rows counted, {counted} found")
+        if not index.busy.any() and (self._promoting or self._promoting_bytes):
+            wrong.append(f"promotion: {self._promoting_bytes} bytes of the budget are taken at rest")
+        return wrong
+
+
+def _none(dtype: type) -> npt.NDArray[Any]:
+    return np.empty(0, dtype=dtype)

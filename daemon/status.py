@@ -1,0 +1,147 @@
+"""What `kvcascade status` is told: the daemon's state as one map, what is wrong first."""
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from kvcascade.config import VERSION
+from kvcascade.tiers.slots import PooledMemory
+
+from .protocol import Tier
+
+if TYPE_CHECKING:
+    from .server import Daemon
+
+OLDEST = 5
+
+
+def describe(daemon: "Daemon") -> dict[str, Any]:
+    """The reply to `status`; every value is plain CBOR. O(rows)."""
+    tiers = _tiers(daemon)
+    cache, residency = daemon.cache, daemon.residency
+    leases = [lease for attachment in cache.attachments.values() for lease in attachment.leases.values()]
+    leases.sort(key=lambda lease: lease.created)
+    now = daemon.clock()
+    return {
+        "version": VERSION,
+        "boot": daemon.boot.hex(),
+        "pid": os.getpid(),
+        "uptime_s": time.time() - daemon.started,
+        "started": daemon.started,
+        "seed_fingerprint": daemon.none_hash.hex()[:16],
+        "hash_algo": daemon.settings.daemon.hash_algo,
+        "key_scheme": daemon.settings.daemon.key_scheme,
+        "socket": str(daemon.socket_path),
+        "problems": _problems(daemon, tiers),
+        "tiers": tiers,
+        "sessions": _sessions(daemon, now),
+        "namespaces": _namespaces(daemon),
+        "hits": {
+            "tokens": {name: cache.hit_tokens[name] for name in ("hbm", "dram", "disk", "miss")},
+            **{name: residency.counters[name] for name in ("lookups", "loads", "stores")},
+        },
+        "leases": {
+            "live": len(leases),
+            "pins": sum(len(lease.rows) for lease in leases),
+            "oldest": [
+                {"owner": lease.attachment.engine, "age_s": now - lease.created, "pins": len(lease.rows)}
+                for lease in leases[:OLDEST]
+            ],
+        },
+        "index": {"blocks": residency.index.count, "bytes": residency.index.nbytes + residency.index.tokens.nbytes},
+        "counters": {**residency.counters, **daemon.counters},
+        "recovered": daemon.recovered,
+    }
+
+
+def _tiers(daemon: "Daemon") -> list[dict[str, Any]]:
+    residency = daemon.residency
+    tiers = []
+    if residency.hbm is not None:
+        tiers.append(_pool(daemon, Tier.HBM, residency.hbm))
+    tiers.append(_pool(daemon, Tier.DRAM, residency.dram))
+    if residency.disk is not None:
+        tiers.append(
+            residency.disk.status()
+            | {"blocks": residency.blocks_in(Tier.DISK), "dirty": 0, "pinned": residency.pinned_in(Tier.DISK)}
+        )
+    return tiers
+
+
+def _pool(daemon: "Daemon", tier: Tier, pool: PooledMemory) -> dict[str, Any]:
+    residency = daemon.residency
+    return pool.status() | {
+        "blocks": residency.blocks_in(tier),
+        "dirty": residency.dirty_in(tier),
+        "pinned": residency.pinned_in(tier),
+        "quarantined": sum(counts.quarantined for counts in pool.pool.counts().values()),
+    }
+
+
+def _sessions(daemon: "Daemon", now: float) -> list[dict[str, Any]]:
+    sessions = []
+    for session in sorted(daemon.sessions, key=lambda one: one.since):
+        if not session.role:
+            continue
+        one: dict[str, Any] = {
+            "pid": session.pid,
+            "uid": session.uid,
+            "role": session.role,
+            "engine": session.engine,
+            "since_s": now - session.since,
+        }
+        attachment = session.attachment
+        if attachment is not None:
+            one |= {
+                "rank": session.rank,
+                "ranks": attachment.ranks,
+                "attachment": attachment.token.hex()[:8],
+                "namespace": attachment.spaces[0].fingerprint.hex(),
+                "leases": len(attachment.leases),
+                "pins": sum(len(lease.rows) for lease in attachment.leases.values()),
+                "quarantined": attachment.quarantined_bytes,
+            }
+        sessions.append(one)
+    return sessions
+
+
+def _namespaces(daemon: "Daemon") -> list[dict[str, Any]]:
+    residency = daemon.residency
+    namespaces: dict[bytes, dict[str, Any]] = {}
+    for space in residency.spaces:
+        blocks = residency.blocks_of(space)
+        one = namespaces.setdefault(
+            space.fingerprint,
+            {"fingerprint": space.fingerprint.hex(), "fields": space.namespace.to_map(), "blocks": 0, "bytes": 0},
+        )
+        one["blocks"] += blocks
+        one["bytes"] += blocks * space.block_bytes
+    return list(namespaces.values())
+
+
+def _problems(daemon: "Daemon", tiers: list[dict[str, Any]]) -> list[str]:
+    problems = []
+    for tier in tiers:
+        if tier["state"] == "sick":
+            problems.append(f"tier {tier['name']} is sick: {tier['reason']}")
+    if daemon.draining:
+        problems.append("the daemon is ending")
+    cache = daemon.cache
+    namespaces = {a.spaces[0].fingerprint: a.spaces[0].namespace for a in cache.attachments.values()}
+    for fingerprint, namespace in namespaces.items():
+        problems += [f"namespace {fingerprint.hex()[:12]}: {text}" for text in daemon.differences(namespace)]
+    counters = daemon.residency.counters
+    if counters["hash_collisions"]:
+        problems.append(
+            f"{counters['hash_collisions']} blocks had the hash of other tokens (a collision, or an attack)"
+        )
+    if counters["failed_promotions"]:
+        problems.append(f"{counters['failed_promotions']} blocks on disk were not byte-true and were forgotten")
+    if daemon.counters["internal_errors"]:
+        problems.append(f"{daemon.counters['internal_errors']} requests failed by a defect of the daemon: see its log")
+    quarantined = sum(a.quarantined_bytes for a in cache.attachments.values())
+    if quarantined:
+        problems.append(
+            f"{quarantined} bytes are quarantined for late writers ({daemon.lost_sessions} of them without a socket)"
+        )
+    return problems

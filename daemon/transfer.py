@@ -1,0 +1,232 @@
+"""Carries out what `residency.py` plans: the only file that sees two tiers at once.
+
+Payload bytes move in data threads (copies here, disk IO in the disk tier's own), never on the event loop. A plan is
+always reported back exactly once, after the last thread has let go of its memory: on success, on failure and on
+cancellation. One flight fills a block; later askers wait for it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self, TypeVar
+
+import numpy as np
+
+from kvcascade.config.errors import CascadeError
+from kvcascade.tiers.disk import BlockMeta, ReadJob, WriteJob, disproves
+from kvcascade.tiers.memory import copy_all
+
+from .index import NO_ROW, NO_SLOT, U32, Mask
+from .protocol import Tier
+from .residency import Demotion, Move, Promotion, Residency, Space
+
+log = logging.getLogger("kvcascade.transfer")
+
+T = TypeVar("T")
+
+CLEANERS = 2  # so that the disk writes one batch while the journal record of another is made durable
+IDLE_S = 0.01  # the cleaner looks at most this often: commits come by the hundred
+END_S = 5.0  # for what is in flight at the end
+STALLED_S = 1.0  # and this seldom while what is dirty is pinned or the disk takes nothing
+READ_BATCH_BYTES = 16 << 20  # so that the first blocks of a long prefix come up before the last
+
+
+class Transfer:
+    """Copies between tiers. Use as an async context manager; leaving it waits for everything in flight."""
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        # The loop's thread alone changes these.
+        self._work = asyncio.Event()
+        self._flights: dict[int, asyncio.Task[None]] = {}  # row → what brings it up from disk
+        self._cleaners: list[asyncio.Task[None]] = []
+        self._copiers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvcascade-copy")
+        self._closing = False
+        residency.wake = self._work.set
+
+    async def __aenter__(self) -> Self:
+        self._cleaners = [asyncio.create_task(self._clean(), name=f"cleaner {n}") for n in range(CLEANERS)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._closing = True
+        self._residency.wake = lambda: None
+        for cleaner in self._cleaners:
+            cleaner.cancel()
+        tasks = {*self._cleaners, *self._flights.values()}
+        # A device that does not answer must not keep the process from ending.
+        _, hung = await asyncio.wait(tasks, timeout=END_S)
+        if hung:
+            log.error("transfers abandoned count=%d", len(hung))
+        self._copiers.shutdown(wait=not hung)
+
+    # ---- down
+
+    async def _clean(self) -> None:
+        pause = IDLE_S
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            worked = await self._demote_pending()
+            stalled = not worked and self._residency.wants_cleaning
+            pause = min(2 * pause, STALLED_S) if stalled else IDLE_S
+            await asyncio.sleep(pause)
+
+    async def _demote_pending(self) -> bool:
+        worked = False
+        while True:
+            try:
+                demotion = self._residency.plan_demotion()
+                if demotion is not None:
+                    await self.demote(demotion)
+                    worked = True
+                    continue
+                move = self._residency.plan_move()
+                if move is None:
+                    return worked
+                await self._move(move)
+                worked = True
+            except CascadeError as error:
+                log.warning("cleaning stopped reason=%s", error)
+                return False
+
+    async def demote(self, plan: Demotion) -> bool:
+        """Copies a batch down and reports it; whether anything arrived."""
+        done: Mask = np.zeros(len(plan.rows), dtype=np.bool_)
+        try:
+            if plan.source is Tier.HBM:
+                await self._copy_to_dram(plan)
+                done[:] = True
+            else:
+                disk = self._residency.disk
+                assert disk is not None
+                reasons = await disk.write(self._write_jobs(plan))
+                done = np.array([reason is None for reason in reasons], dtype=np.bool_)
+        finally:
+            self._residency.demoted(plan, done)
+        return bool(done.any())
+
+    async def _copy_to_dram(self, plan: Demotion) -> None:
+        hbm, dram = self._residency.hbm, self._residency.dram
+        assert hbm is not None
+        size = self._residency.slot_bytes(plan.size_class)
+        pairs = [
+            (dram.view(target, size), hbm.view(page, size))
+            for page, target in zip(plan.pages.tolist(), plan.targets.tolist(), strict=True)
+        ]
+        await self._in_thread(lambda: copy_all(pairs))
+
+    def _write_jobs(self, plan: Demotion) -> list[WriteJob]:
+        residency = self._residency
+        index, dram = residency.index, residency.dram
+        size = residency.slot_bytes(plan.size_class)
+        jobs = []
+        for row, page, slot in zip(plan.rows.tolist(), plan.pages.tolist(), plan.targets.tolist(), strict=True):
+            space = residency.spaces[index.space[row]]
+            parent = int(index.parent[row])
+            width = space.shape.block_tokens
+            tokens = b""
+            if index.token_slot[row] != NO_SLOT:
+                tokens = index.tokens_of(np.array([row], dtype=np.uint32), width).tobytes()
+            meta = BlockMeta(
+                namespace=space.fingerprint,
+                block_hash=index.key[row].tobytes()[: space.width],
+                parent=b"" if parent == NO_ROW else index.key[parent].tobytes()[: space.width],
+                group=space.group,
+                length=size,
+                stamp=int(index.stamp[row]),
+                tokens=tokens,
+            )
+            jobs.append(WriteJob(slot, meta, dram.view(page, size)))
+        return jobs
+
+    async def _move(self, plan: Move) -> None:
+        dram = self._residency.dram
+        pairs = [
+            (dram.view(target, plan.slot_bytes), dram.view(page, plan.slot_bytes))
+            for page, target in zip(plan.pages.tolist(), plan.targets.tolist(), strict=True)
+        ]
+        whole = False
+        try:
+            await self._in_thread(lambda: copy_all(pairs))
+            whole = True
+        finally:
+            self._residency.moved(plan, whole)
+
+    async def flush(self) -> None:
+        """Copies down everything that is dirty, newest chains and their heads first; for an orderly end."""
+        while not self._closing:
+            plan = self._residency.plan_demotion(everything=True)
+            if plan is None or not await self.demote(plan):
+                return
+
+    # ---- up
+
+    def promote(self, space: Space, rows: U32) -> None:
+        """Begins to bring up those of `rows` that lie on disk only, as far as the budget reaches. Does not wait."""
+        if self._closing:
+            return
+        plan = self._residency.plan_promotion(space, rows)
+        if plan is None:
+            return
+        batch = max(1, READ_BATCH_BYTES // space.slot_bytes)
+        for start in range(0, len(plan.rows), batch):
+            part = slice(start, start + batch)
+            piece = Promotion(space, plan.rows[part], plan.slots[part], plan.pages[part])
+            flight = asyncio.create_task(self._promote(piece), name="promotion")
+            self._flights.update((row, flight) for row in piece.rows.tolist())
+
+    async def _promote(self, plan: Promotion) -> None:
+        residency = self._residency
+        disk = residency.disk
+        assert disk is not None
+        good: Mask = np.zeros(len(plan.rows), dtype=np.bool_)
+        doubted: Mask = np.zeros(len(plan.rows), dtype=np.bool_)
+        try:
+            reasons = await disk.read(self._read_jobs(plan))
+            good = np.array([reason is None for reason in reasons], dtype=np.bool_)
+            doubted = np.array([reason is not None and disproves(reason) for reason in reasons], dtype=np.bool_)
+        finally:
+            for row in plan.rows.tolist():
+                self._flights.pop(row, None)
+            residency.promoted(plan, good, doubted)
+
+    def _read_jobs(self, plan: Promotion) -> list[ReadJob]:
+        index, dram, space = self._residency.index, self._residency.dram, plan.space
+        return [
+            ReadJob(
+                slot=slot,
+                namespace=space.fingerprint,
+                block_hash=index.key[row].tobytes()[: space.width],
+                group=space.group,
+                length=space.slot_bytes,
+                into=dram.view(page, space.slot_bytes),
+            )
+            for row, slot, page in zip(plan.rows.tolist(), plan.slots.tolist(), plan.pages.tolist(), strict=True)
+        ]
+
+    async def fetch(self, space: Space, rows: U32, timeout: float) -> None:
+        """Brings `rows` into memory, waiting at most `timeout` seconds; what is not there then stays where it is.
+
+        `rows` must be pinned by the caller's lease. Never waits for room: what finds none counts as not there.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout
+        while True:
+            self.promote(space, rows)
+            flights = {self._flights[row] for row in rows.tolist() if row in self._flights}
+            left = deadline - asyncio.get_running_loop().time()
+            if not flights or left <= 0:
+                return
+            await asyncio.wait(flights, timeout=left)
+
+    # ---- threads
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Runs `work` in a copy thread. Cancelled, it ends only when the thread has let go of the memory."""
+        future = asyncio.get_running_loop().run_in_executor(self._copiers, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            raise

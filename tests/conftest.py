@@ -1,0 +1,131 @@
+"""Fixtures that every test may use: a real daemon in a process of its own, checked and ended after the test."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcascade.daemon.client import Client
+
+KVCASCADE = Path(sys.executable).parent / "kvcascade"
+START_S = 20.0
+STOP_S = 20.0
+
+
+class DaemonProcess:
+    """`kvcascade serve` on directories of its own; `kill` is SIGKILL, `stop` SIGTERM, and `start` may follow either."""
+
+    def __init__(self, directory: Path, flags: dict[str, str]) -> None:
+        self.directory = directory
+        self.socket = directory / "run" / "kvcascade.sock"
+        self.disk = directory / "disk"
+        self.log = directory / "daemon.log"
+        self.flags = {"--socket": str(self.socket), "--dram": "64MiB", "--dram-slab": "4MiB", "--disk": str(self.disk),
+                      "--disk-size": "256MiB", **flags}  # fmt: skip
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self, **flags: str) -> None:
+        """Starts it and returns when it answers and all its memory is online."""
+        self.flags.update({f"--{name.replace('_', '-')}": value for name, value in flags.items()})
+        arguments = [part for name, value in self.flags.items() if value for part in (name, value)]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVCASCADE_")}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen([KVCASCADE, "serve", *arguments], stderr=log, stdout=log, env=environment)
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                break
+            try:
+                if all(tier.get("state") != "onlining" for tier in self.status()["tiers"]):
+                    return
+            except Exception:
+                pass
+            time.sleep(0.02)
+        raise AssertionError(f"the daemon did not start:\n{self.log.read_text()}")
+
+    def call(self, op: str, **body: Any) -> dict[str, Any]:
+        """One request from a tool's session."""
+        client = Client(self.socket)
+        client.connect()
+        try:
+            return client.call(op, body)
+        finally:
+            client.close()
+
+    def status(self) -> dict[str, Any]:
+        return self.call("status")
+
+    def check(self) -> list[str]:
+        """Violations of the invariants of the running daemon."""
+        violations: list[str] = self.call("check")["violations"]
+        return violations
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(STOP_S)
+        self.process = None
+        return code
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(STOP_S)
+        self.process = None
+
+    def restart(self) -> None:
+        """An orderly end and a new start on the same directories."""
+        assert self.stop() == 0
+        self.start()
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+
+@pytest.fixture
+def start_daemon() -> Iterator[Callable[..., DaemonProcess]]:
+    """Starts daemons with other flags (`start_daemon(dram="8MiB")`); each is proved sound and ended after the test."""
+    daemons: list[DaemonProcess] = []
+
+    def start(**flags: str) -> DaemonProcess:
+        # A short path: a unix socket's may have 107 bytes.
+        directory = Path(tempfile.mkdtemp(prefix="kvc-"))
+        daemon = DaemonProcess(directory, {f"--{name.replace('_', '-')}": value for name, value in flags.items()})
+        daemons.append(daemon)
+        daemon.start()
+        return daemon
+
+    yield start
+    failures = []
+    for daemon in daemons:
+        if daemon.running:
+            os.kill(daemon.pid, signal.SIGCONT)
+            failures += daemon.check()
+            if daemon.stop() != 0:
+                failures.append(f"the daemon did not end in order:\n{daemon.log.read_text()}")
+        if "Traceback" in daemon.log.read_text():
+            failures.append(daemon.log.read_text())
+        shutil.rmtree(daemon.directory)
+    assert not failures, "\n".join(failures)
+
+
+@pytest.fixture
+def daemon(start_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
+    """A running daemon: 64 MiB of DRAM, 256 MiB of disk, no HBM pool."""
+    return start_daemon()

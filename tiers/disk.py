@@ -1,0 +1,881 @@
+"""The disk tier: blocks in slab files, found again after any end of the process.
+
+The rule: a block counts only when its payload is durable and, after that, its record is; and whatever the records say,
+its bytes count only when the slot itself proves them. So a crash, a full device or a flipped bit costs blocks, never
+truth.
+
+A directory (directory.py) holds a journal (journal.py) and one slab file a size class (slabfile.py). Which slot is free
+is decided on the loop's thread without IO; payloads, checksums, syncs and space go through the tier's own threads.
+Writers share syncs: while one group is being made durable the next gathers, since a sync costs 4-12 ms here whatever its
+size.
+
+A slot may be handed on before the record of its removal is durable. A crash in between brings back the old record over
+the new bytes, and the slot's header unmasks it: a miss. Waiting would put a sync before each store into a full tier.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import local
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcascade.config.errors import TierUnavailable
+
+from .directory import (
+    DIRECT,
+    DirectoryReport,
+    check_directory,
+    default_capacity,
+    locate,
+    lock,
+    make_directory,
+    probe_direct,
+    read_format,
+)
+from .journal import Journal, Replay, put_record, remove_record, sync_directory
+from .slabfile import (
+    CALL_BYTES,
+    CALL_SLOTS,
+    HASH_BYTES,
+    HELD,
+    PAGE,
+    RECORDED,
+    BlockMeta,
+    ReadJob,
+    Scratch,
+    SlabFile,
+    WriteJob,
+    allocate_space,
+    disproves,
+    errno_name,
+    give_back_space,
+    is_device_fault,
+    read_slots,
+    runs,
+    slot_size,
+    write_slots,
+)
+from .workers import Workers, outlast
+
+__all__ = [
+    "BlockMeta",
+    "DirectoryReport",
+    "DiskTier",
+    "ReadJob",
+    "Recovery",
+    "WriteJob",
+    "check_directory",
+    "default_capacity",
+    "disproves",
+    "slot_size",
+]
+
+U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+
+# Space is set aside this far ahead; one fallocate of it takes milliseconds, and a file in few extents reads faster.
+_GROW_BYTES: Final = 256 << 20
+# Replaying 64 MiB of records, 600,000 of them, takes about half a second.
+_COMPACT_BYTES: Final = 64 << 20
+_COMPACT_SEGMENTS: Final = 16
+_BACKOFF_FIRST: Final = 1.0
+_BACKOFF_MOST: Final = 60.0
+# A healthy device answers within milliseconds, a busy network file system within seconds.
+_STALLED_SECONDS: Final = 10.0
+
+# A slot number is an extent and a place in it; extents are dealt to slab files as they grow.
+_EXTENT_BITS: Final = 16
+_EXTENT_SLOTS: Final = 1 << _EXTENT_BITS
+_EXTENTS: Final = _EXTENT_SLOTS - 1  # the last is left out, so that no slot is NO_SLOT
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class Recovery:
+    """What a directory held at the start; row i of each array is one block, in the order in which they were written.
+
+    `namespaces`: (fingerprint, descriptor); `ns`: (n,) u32, index into it. `hashes`, `parents`: (n, 32) u8, padded with
+    zeros. `has_parent`: (n,) bool. `group`: (n,) u8. `slot`, `length` (bytes): (n,) u32. `stamp`: (n,) u64 as it was
+    written. `dropped`: records and files not taken, by reason. `seconds`: what it took.
+    """
+
+    namespaces: list[tuple[bytes, bytes]]
+    ns: U32
+    hashes: U8
+    parents: U8
+    has_parent: npt.NDArray[np.bool_]
+    group: U8
+    slot: U32
+    length: U32
+    stamp: U64
+    dropped: dict[str, int]
+    seconds: float
+
+    def __len__(self) -> int:
+        return len(self.slot)
+
+
+class _Health:
+    """Whether one direction of IO is left alone for now: a failure starts a pause, the next doubles it, success ends it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._pause = 0.0
+        self._until = 0.0
+        self.reason: str | None = None
+
+    def failed(self, reason: str) -> None:
+        now = self._clock()
+        # Calls that were under way together fail together; they count as one failure.
+        if self.reason is None or now >= self._until:
+            self._pause = min(_BACKOFF_MOST, 2 * self._pause) if self._pause else _BACKOFF_FIRST
+            self._until = now + self._pause
+        self.reason = reason
+
+    def worked(self) -> None:
+        self.reason, self._pause, self._until = None, 0.0, 0.0
+
+    def refusal(self) -> str | None:
+        return f"sick: {self.reason}" if self.reason is not None and self._clock() < self._until else None
+
+
+# A file, places in it in ascending order, and which job each is for.
+_Placed = tuple[SlabFile, U32, npt.NDArray[np.intp]]
+
+
+@dataclass(slots=True, frozen=True)
+class _Commit:
+    """Records that become durable together, after the payloads in `files`; `done` tells the writer that waits."""
+
+    records: bytes
+    files: frozenset[SlabFile] = frozenset()
+    namespaces: dict[bytes, bytes] = field(default_factory=dict)
+    done: asyncio.Future[str | None] | None = None
+
+
+class DiskTier:
+    """One directory of blocks, under a limit.
+
+    Life: `open` (blocking, any thread), then from the loop's thread everything else, `close` at the end. `allocate` →
+    `write` → `free`; a slot that was allocated is the caller's until it frees it, whether or not the write worked.
+    """
+
+    def __init__(
+        self, directory: Path, capacity: int, *, threads: int = 4, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`capacity`: bytes on disk for slots, header pages included. Does no IO."""
+        self.directory = Path(directory)
+        self.capacity = capacity
+        self._clock = clock
+        self._thread_count = threads
+        # Set by `open` and `close`; the descriptors of slab files by the IO thread that creates them.
+        self._lock_fd: int | None = None
+        self._workers: Workers | None = None
+        self._syncer: Workers | None = None
+        self._journal = Journal(self.directory, b"")
+        self._mode = DIRECT
+        self._closed = False
+        # The loop's thread alone.
+        self._files: dict[int, SlabFile] = {}
+        self._by_id: list[SlabFile] = []
+        self._extents: dict[int, U32] = {}  # by slot size: the extents of its file, in the order of the file
+        self._extent_file = np.zeros(_EXTENTS, dtype=np.uint32)
+        self._extent_base = np.zeros(_EXTENTS, dtype=np.uint32)
+        self._extent_count = 0
+        self._namespaces: dict[bytes, bytes] = {}
+        self._queue: list[_Commit] = []
+        self._committing: asyncio.Task[None] | None = None
+        self._compacting: asyncio.Task[None] | None = None
+        self._reshaping = asyncio.Lock()
+        self._calls = 0  # writes and reads under way
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._writes = _Health(clock)
+        self._reads = _Health(clock)
+        self._recovered: dict[str, Any] = {}
+        self.counters: Counter[str] = Counter()
+        self.misses: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self._scratch = local()
+
+    # -- start
+
+    def open(self) -> Recovery:
+        """Take the directory, replay its records, sweep what dead writers left; reads no payload.
+
+        Raises ConfigError, naming disk.directory, when it is a file, cannot be written, holds something else or another
+        version, or belongs to a live process; TierUnavailable when the file system fails.
+        """
+        began = time.monotonic()
+        if self._lock_fd is not None or self._closed:
+            raise RuntimeError("a DiskTier is opened once")
+        make_directory(self.directory)
+        self._lock_fd = lock(self.directory)
+        try:
+            identity = read_format(self.directory, create=True)
+            for leftover in self.directory.glob("*.tmp"):
+                leftover.unlink(missing_ok=True)
+            self._mode = probe_direct(self.directory)
+            self._journal = Journal(self.directory, identity)
+            replay = self._journal.replay()
+            recovery = self._restore(replay, began)
+            self._journal.sweep()
+            self._journal.forget_namespaces({fingerprint for fingerprint, _ in recovery.namespaces})
+        except OSError as error:
+            self._release()
+            raise TierUnavailable(f"disk.directory {self.directory}: {error.strerror or error}") from error
+        except BaseException:
+            self._release()
+            raise
+        self._workers = Workers("kvcascade-disk", self._thread_count, self._clock)
+        self._syncer = Workers("kvcascade-disk-sync", 1, self._clock)
+        self._recovered = {
+            "blocks": len(recovery),
+            "dropped": dict(recovery.dropped),
+            "seconds": round(recovery.seconds, 3),
+        }
+        return recovery
+
+    def _restore(self, replay: Replay, began: float) -> Recovery:
+        located = locate(self.directory, replay)
+        records = located.records
+        slots = np.empty(len(records), dtype=np.uint32)
+        for slot_bytes, size in located.sizes.items():
+            file = self._file(slot_bytes)
+            rows = np.flatnonzero(records["pages"] == slot_bytes // PAGE)
+            if not len(rows):
+                # Nothing in it is known any more: its space is worth more than its name.
+                file.path.unlink(missing_ok=True)
+                continue
+            file.fd = os.open(file.path, self._open_flags())
+            index = records["index"][rows]
+            sparse = os.fstat(file.fd).st_blocks * 512 < size // slot_bytes * slot_bytes
+            file.restore(index, size // slot_bytes, sparse)
+            slots[rows] = self._encode(file, index)
+        self._namespaces = dict(located.namespaces)
+        return Recovery(
+            namespaces=located.namespaces,
+            ns=located.ns,
+            hashes=np.ascontiguousarray(records["hash"]),
+            parents=np.ascontiguousarray(records["parent"]),
+            has_parent=records["has_parent"].astype(bool),
+            group=np.ascontiguousarray(records["group"]),
+            slot=slots,
+            length=np.ascontiguousarray(records["length"]),
+            stamp=np.ascontiguousarray(records["stamp"]),
+            dropped=dict(located.dropped),
+            seconds=time.monotonic() - began,
+        )
+
+    def _open_flags(self) -> int:
+        return os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self._mode == DIRECT else 0)
+
+    # -- space: the loop's thread, no IO
+
+    @property
+    def used(self) -> int:
+        """Bytes of all slots handed out, header pages included."""
+        return sum(file.used * file.slot_bytes for file in self._by_id)
+
+    @property
+    def blocks(self) -> int:
+        """Slots that hold a block, or will once the sync under way has ended."""
+        return sum(file.recorded for file in self._by_id)
+
+    def room(self, length: int) -> int:
+        """How many blocks of `length` bytes `allocate` would grant now, were the tier well."""
+        return max(0, self.capacity - self.used) // slot_size(length)
+
+    def allocate(self, length: int, count: int) -> U32:
+        """Slots for up to `count` blocks of `length` bytes, ascending, adjacent on disk where possible.
+
+        Fewer, down to none, come back when the limit is reached or the tier is left alone because it is sick.
+        """
+        if length <= 0 or length >= 1 << 32:
+            raise ValueError(f"length {length} cannot be a block's")
+        if self._closed or self._write_refusal() is not None:
+            return np.empty(0, dtype=np.uint32)
+        file = self._file(slot_size(length))
+        count = min(count, self.room(length))
+        if count <= 0:
+            return np.empty(0, dtype=np.uint32)
+        return self._encode(file, file.take(count, self.capacity // file.slot_bytes))
+
+    def free(self, slots: U32 | Sequence[int]) -> None:
+        """Give slots back; they may be handed out again at once. No write or read of them may be under way.
+
+        The removal is recorded with the next group commit, which this starts when it runs on a loop. Raises ValueError,
+        with nothing freed of that slot's file, for a slot that is free or not of this tier.
+        """
+        removals: list[bytes] = []
+        for file, indices, _ in self._decode(slots):
+            pages = file.slot_bytes // PAGE
+            removals += [remove_record(pages, index) for index in file.give(indices).tolist()]
+        if removals:
+            self._queue.append(_Commit(b"".join(removals)))
+            with contextlib.suppress(RuntimeError):
+                asyncio.get_running_loop()
+                self._start_committing()
+
+    def register_namespace(self, fingerprint: bytes, descriptor: bytes) -> None:
+        """Let blocks of a namespace be written; what it stands for is stored with the first of them."""
+        if len(fingerprint) != HASH_BYTES:
+            raise ValueError("a namespace fingerprint has 32 bytes")
+        self._namespaces[fingerprint] = descriptor
+
+    def _file(self, slot_bytes: int) -> SlabFile:
+        file = self._files.get(slot_bytes)
+        if file is None:
+            file = SlabFile(self.directory / f"slab-{slot_bytes}.dat", slot_bytes)
+            self._files[slot_bytes] = file
+            self._extents[slot_bytes] = np.empty(0, dtype=np.uint32)
+            self._by_id.append(file)
+        return file
+
+    def _encode(self, file: SlabFile, indices: U32) -> U32:
+        """Slot numbers of places in a file."""
+        if not len(indices):
+            return np.empty(0, dtype=np.uint32)
+        extents = self._extents[file.slot_bytes]
+        missing = (int(indices.max()) >> _EXTENT_BITS) + 1 - len(extents)
+        if missing > 0:
+            fresh = np.arange(self._extent_count, self._extent_count + missing, dtype=np.uint32)
+            assert self._extent_count + missing <= _EXTENTS, "out of slot numbers: over 4 * 10^9 slots"
+            self._extent_file[fresh] = self._by_id.index(file)
+            self._extent_base[fresh] = np.arange(len(extents), len(extents) + missing, dtype=np.uint32) << _EXTENT_BITS
+            self._extent_count += missing
+            self._extents[file.slot_bytes] = extents = np.concatenate([extents, fresh])
+        slots: U32 = extents[indices >> np.uint32(_EXTENT_BITS)] << np.uint32(_EXTENT_BITS)
+        slots |= indices & np.uint32(_EXTENT_SLOTS - 1)
+        return slots
+
+    def _decode(self, slots: U32 | Sequence[int]) -> list[_Placed]:
+        """Where slots lie: by file, in the order of the file."""
+        numbers = np.asarray(slots, dtype=np.uint32)
+        extents = numbers >> np.uint32(_EXTENT_BITS)
+        if len(extents) and int(extents.max()) >= self._extent_count:
+            raise ValueError("slot not of this tier")
+        owners = self._extent_file[extents]
+        places = self._extent_base[extents] + (numbers & np.uint32(_EXTENT_SLOTS - 1))
+        order = np.lexsort((places, owners))
+        split = np.flatnonzero(np.diff(owners[order])) + 1
+        groups = np.split(order, split) if len(order) else []
+        decoded = []
+        for positions in groups:
+            file, indices = self._by_id[int(owners[positions[0]])], places[positions]
+            if int(indices[-1]) >= file.end:
+                raise ValueError("slot not of this tier")
+            decoded.append((file, indices, positions))
+        return decoded
+
+    # -- health
+
+    @property
+    def state(self) -> str:
+        """ok, sick (left alone, or only tried now and then) or closed."""
+        if self._closed:
+            return "closed"
+        return "ok" if self.reason is None else "sick"
+
+    @property
+    def reason(self) -> str | None:
+        """Why the tier is sick."""
+        return self._stalled() or self._writes.reason or self._reads.reason
+
+    def _stalled(self) -> str | None:
+        busy = [workers.longest() for workers in (self._workers, self._syncer) if workers is not None]
+        longest = max(busy, default=0.0)
+        return f"no answer from the device for {longest:.0f} s" if longest >= _STALLED_SECONDS else None
+
+    def _write_refusal(self) -> str | None:
+        stalled = self._stalled()
+        return f"sick: {stalled}" if stalled else self._writes.refusal()
+
+    def _read_refusal(self) -> str | None:
+        stalled = self._stalled()
+        return f"sick: {stalled}" if stalled else self._reads.refusal()
+
+    @property
+    def writable(self) -> bool:
+        """Whether a write would be tried now: the tier is well, or its back-off is over."""
+        return not self._closed and self._write_refusal() is None
+
+    @property
+    def readable(self) -> bool:
+        """Whether a read would be tried now: the tier is well, or its back-off is over."""
+        return not self._closed and self._read_refusal() is None
+
+    # -- write
+
+    async def write(self, jobs: Sequence[WriteJob]) -> list[str | None]:
+        """Write blocks to slots that were allocated; for each None, once it would survive a power cut, or why it failed.
+
+        After a failure the slot is still the caller's to free, and no later start finds the block in it, save one whose
+        bytes are whole. When cancelled, the payloads are not read any more once the cancellation arrives; the blocks may
+        be durable or not, and freeing their slots makes them gone. Raises ValueError for a job that contradicts its slot.
+        """
+        if not jobs:
+            return []
+        placed = self._decode([job.slot for job in jobs])
+        self._validate_writes(jobs, placed)
+        refusal = "closed" if self._closed else self._write_refusal()
+        if refusal is not None:
+            self.failures[refusal] += len(jobs)
+            return [refusal] * len(jobs)
+        with self._call():
+            try:
+                reasons, written, files = await self._write_payloads(jobs, placed)
+                failure = await self._make_durable(jobs, written, files)
+            except TierUnavailable:
+                return ["closed"] * len(jobs)
+        for i, _ in written:
+            reasons[i] = failure
+        for reason in reasons:
+            if reason is not None:
+                self.failures[reason] += 1
+                self._writes.failed(reason)
+        if failure is None:
+            self.counters["written_blocks"] += len(written)
+            self.counters["written_bytes"] += sum(jobs[i].meta.length for i, _ in written)
+        return reasons
+
+    def _validate_writes(self, jobs: Sequence[WriteJob], placed: list[_Placed]) -> None:
+        for job in jobs:
+            meta = job.meta
+            if meta.namespace not in self._namespaces:
+                raise ValueError("namespace was not registered")
+            if len(meta.block_hash) > HASH_BYTES or len(meta.parent) > HASH_BYTES or not 0 <= meta.group <= 255:
+                raise ValueError("hash, parent or group out of range")
+            if not _contiguous(job.payload, meta.length):
+                raise ValueError(f"the payload is not {meta.length} contiguous bytes")
+        for file, indices, positions in placed:
+            if (file.states(indices) != HELD).any() or not np.diff(indices).all():
+                raise ValueError("write to a slot that was not allocated or is written already")
+            if any(slot_size(jobs[i].meta.length) != file.slot_bytes for i in positions.tolist()):
+                raise ValueError("length contradicts the slot's size")
+
+    async def _write_payloads(
+        self, jobs: Sequence[WriteJob], placed: list[_Placed]
+    ) -> tuple[list[str | None], list[tuple[int, bytes]], set[SlabFile]]:
+        """Reasons by job; (job, its record) for each that was written; and the files that they were written to."""
+        reasons: list[str | None] = [None] * len(jobs)
+        calls: list[_Placed] = []
+        for file, indices, positions in placed:
+            failure = await self._set_aside(file, indices)
+            if failure is None:
+                calls += [(file, indices[part], positions[part]) for part in _split(indices, file.slot_bytes)]
+            else:
+                for i in positions.tolist():
+                    reasons[i] = failure
+        outcomes = await self._running_workers().run(
+            [partial(self._write_call, file, int(indices[0]), [jobs[i] for i in at]) for file, indices, at in calls]
+        )
+        written: list[tuple[int, bytes]] = []
+        files: set[SlabFile] = set()
+        for (file, indices, positions), (call_reasons, records) in zip(calls, outcomes, strict=True):
+            good = np.array([reason is None for reason in call_reasons], dtype=bool)
+            for i, reason in zip(positions.tolist(), call_reasons, strict=True):
+                reasons[i] = reason
+            if good.any():
+                file.record(indices[good])
+                files.add(file)
+                written += zip(positions[good].tolist(), records, strict=True)
+        return reasons, written, files
+
+    def _write_call(self, file: SlabFile, first: int, jobs: list[WriteJob]) -> tuple[list[str | None], list[bytes]]:
+        """In an IO thread: adjacent slots; a reason a job, and the records of those without."""
+        assert file.fd is not None
+        direct = self._mode == DIRECT
+        reasons = write_slots(file.fd, first * file.slot_bytes, jobs, direct, self._thread_scratch())
+        pages = file.slot_bytes // PAGE
+        records = []
+        for index, (job, reason) in enumerate(zip(jobs, reasons, strict=True), start=first):
+            if reason is None:
+                meta = job.meta
+                records.append(
+                    put_record(
+                        meta.namespace, meta.stamp, meta.block_hash, meta.parent, meta.group, meta.length, pages, index
+                    )
+                )
+        return reasons, records
+
+    async def _make_durable(
+        self, jobs: Sequence[WriteJob], written: list[tuple[int, bytes]], files: set[SlabFile]
+    ) -> str | None:
+        if not written:
+            return None
+        namespaces = {jobs[i].meta.namespace for i, _ in written}
+        return await self._commit(
+            _Commit(
+                b"".join(record for _, record in written),
+                frozenset(files),
+                {fingerprint: self._namespaces[fingerprint] for fingerprint in namespaces},
+                asyncio.get_running_loop().create_future(),
+            )
+        )
+
+    # -- space on disk
+
+    async def _set_aside(self, file: SlabFile, indices: U32) -> str | None:
+        """See to it that slots have space in the file; the reason if they cannot have it."""
+        if not len(file.unbacked(indices)):
+            return None
+        async with self._reshaping:
+            missing = file.unbacked(indices)
+            if not len(missing):
+                return None
+            holes = missing[missing < file.grown]
+            most = max(int(missing[-1]) + 1, file.grown)
+            needs = runs(holes) + ([(file.grown, most - file.grown)] if most > file.grown else [])
+            required = sum(count for _, count in needs) * file.slot_bytes
+            spare = self.capacity - self._set_aside_bytes() - required
+            punches: list[tuple[SlabFile, list[tuple[int, int]]]] = []
+            for other in self._by_id:
+                if spare < 0 and other.free:
+                    taken = other.strip(-(spare // other.slot_bytes))
+                    spare += sum(count for _, count in taken) * other.slot_bytes
+                    punches.append((other, taken))
+            ahead = max(0, min(spare, _GROW_BYTES) // file.slot_bytes) if most > file.grown else 0
+            call = partial(self._reshape, file, punches, needs, (most, ahead))
+            task = asyncio.ensure_future(self._running_workers().run([call]))
+            try:
+                await outlast([task])
+            finally:
+                failure = None
+                if not task.cancelled():
+                    (failure, got) = task.result()[0]
+                    for first, count in got:
+                        file.back(first, count)
+            return failure
+
+    def _set_aside_bytes(self) -> int:
+        return sum(file.backed * file.slot_bytes for file in self._by_id)
+
+    def _reshape(
+        self,
+        file: SlabFile,
+        punches: list[tuple[SlabFile, list[tuple[int, int]]]],
+        needs: list[tuple[int, int]],
+        ahead: tuple[int, int],
+    ) -> tuple[str | None, list[tuple[int, int]]]:
+        """In an IO thread: punch, then set aside; why it failed, and the ranges of slots that have space now."""
+        got: list[tuple[int, int]] = []
+        size = file.slot_bytes
+        try:
+            if file.fd is None:
+                file.fd = os.open(file.path, self._open_flags() | os.O_CREAT, 0o600)
+                sync_directory(self.directory)
+            for other, ranges in punches:
+                assert other.fd is not None
+                for first, count in ranges:
+                    give_back_space(other.fd, first * other.slot_bytes, count * other.slot_bytes)
+            for first, count in needs:
+                allocate_space(file.fd, first * size, count * size)
+                got.append((first, count))
+        except OSError as error:
+            return errno_name(error), got
+        first, count = ahead
+        with contextlib.suppress(OSError):
+            # Only needed later; a file system too full for it may still have room for what is needed now.
+            if count:
+                allocate_space(file.fd, first * size, count * size)
+                got.append(ahead)
+        return None, got
+
+    # -- durability
+
+    async def flush(self) -> str | None:
+        """Wait until everything queued before, removals included, is durable; why not, if it cannot be now."""
+        refusal = "closed" if self._closed else self._write_refusal()
+        return refusal or await self._commit(_Commit(b"", done=asyncio.get_running_loop().create_future()))
+
+    async def _commit(self, commit: _Commit) -> str | None:
+        """Queue records and wait for their group; why it failed. A cancelled caller leaves them queued."""
+        assert commit.done is not None
+        self._queue.append(commit)
+        self._start_committing()
+        return await asyncio.shield(commit.done)
+
+    def _start_committing(self) -> None:
+        if self._committing is None:
+            self._committing = asyncio.get_running_loop().create_task(self._commit_queue(), name="disk group commit")
+
+    async def _commit_queue(self) -> None:
+        group: list[_Commit] = []
+        try:
+            while self._queue:
+                group, self._queue = self._queue, []
+                failure = await self._commit_group(group)
+                _answer(group, failure)
+                if failure is None:
+                    self._writes.worked()
+                    self.counters["commits"] += 1
+                    await self._compact_if_due()
+                    continue
+                self._writes.failed(failure)
+                self.failures[f"sync: {failure}"] += 1
+                # Removals stay owed, in front of what came after them; the next write or flush tries again.
+                self._queue[:0] = [commit for commit in group if commit.done is None]
+                if all(commit.done is None for commit in self._queue):
+                    return
+        except Exception:
+            _log.exception("disk group commit failed directory=%s", self.directory)
+            self._writes.failed("internal error")
+            _answer([*group, *self._queue], "internal error")
+            self._queue = [commit for commit in self._queue if commit.done is None]
+        finally:
+            self._committing = None
+
+    async def _commit_group(self, group: list[_Commit]) -> str | None:
+        assert self._syncer is not None
+        files = frozenset[SlabFile]().union(*(commit.files for commit in group))
+        namespaces: dict[bytes, bytes] = {}
+        for commit in group:
+            namespaces |= commit.namespaces
+        records = bytearray().join(commit.records for commit in group)
+        try:
+            (failure,) = await self._syncer.run([partial(self._sync, files, namespaces, records)])
+        except TierUnavailable:
+            return "closed"
+        return failure
+
+    def _sync(self, files: frozenset[SlabFile], namespaces: dict[bytes, bytes], records: bytearray) -> str | None:
+        """In the sync thread: payloads, then namespaces, then records; why it failed."""
+        try:
+            for file in files:
+                assert file.fd is not None
+                os.fdatasync(file.fd)
+            for fingerprint, descriptor in namespaces.items():
+                self._journal.add_namespace(fingerprint, descriptor)
+            if records:
+                self._journal.append(records)
+        except OSError as error:
+            return errno_name(error)
+        return None
+
+    async def _compact_if_due(self) -> None:
+        if self._compacting is not None or not self._journal.due(_COMPACT_BYTES, _COMPACT_SEGMENTS):
+            return
+        assert self._syncer is not None
+        (failure,) = await self._syncer.run([partial(_reason_of, self._journal.rotate)])
+        if failure is not None:
+            # The segment is closed all the same; the next append begins another or fails with its writers told.
+            return
+        self._compacting = asyncio.get_running_loop().create_task(
+            self._compact(self._journal.number - 1), name="disk compaction"
+        )
+
+    async def _compact(self, up_to: int) -> None:
+        try:
+            (failure,) = await self._running_workers().run([partial(_reason_of, partial(self._journal.compact, up_to))])
+            if failure is None:
+                self.counters["compactions"] += 1
+            else:
+                self.failures[f"compaction: {failure}"] += 1
+                _log.warning("journal not compacted reason=%s directory=%s", failure, self.directory)
+        finally:
+            self._compacting = None
+
+    # -- read
+
+    async def read(self, jobs: Sequence[ReadJob]) -> list[str | None]:
+        """Fetch blocks; for each None, once its bytes are proven to be those asked for, or why it is a miss.
+
+        Nothing is written to `into` after this has ended, cancelled or not. Raises ValueError for a job that contradicts
+        its slot.
+        """
+        if not jobs:
+            return []
+        reasons: list[str | None] = ["no block"] * len(jobs)
+        calls: list[_Placed] = []
+        for file, indices, positions in self._decode([job.slot for job in jobs]):
+            for i in positions.tolist():
+                if slot_size(jobs[i].length) != file.slot_bytes or not _contiguous(jobs[i].into, jobs[i].length):
+                    raise ValueError("length contradicts the slot's size or the memory to read into")
+            present = file.states(indices) == RECORDED
+            indices, positions = indices[present], positions[present]
+            calls += [(file, indices[part], positions[part]) for part in _split(indices, file.slot_bytes)]
+        refusal = "closed" if self._closed else self._read_refusal()
+        if refusal is not None:
+            self.misses[refusal] += len(jobs)
+            return [refusal] * len(jobs)
+        with self._call():
+            try:
+                outcomes = await self._running_workers().run(
+                    [partial(self._read_call, file, int(indices[0]), [jobs[i] for i in at]) for file, indices, at in calls]
+                )
+            except TierUnavailable:
+                return ["closed"] * len(jobs)
+        for (_, _, positions), call_reasons in zip(calls, outcomes, strict=True):
+            for i, reason in zip(positions.tolist(), call_reasons, strict=True):
+                reasons[i] = reason
+        self._count_reads(jobs, reasons)
+        return reasons
+
+    def _count_reads(self, jobs: Sequence[ReadJob], reasons: list[str | None]) -> None:
+        faults = [reason for reason in reasons if reason is not None and is_device_fault(reason)]
+        if faults:
+            self._reads.failed(faults[0])
+        elif None in reasons:
+            self._reads.worked()
+        for job, reason in zip(jobs, reasons, strict=True):
+            if reason is None:
+                self.counters["read_blocks"] += 1
+                self.counters["read_bytes"] += job.length
+            else:
+                self.misses[reason] += 1
+
+    def _read_call(self, file: SlabFile, first: int, jobs: list[ReadJob]) -> list[str | None]:
+        assert file.fd is not None
+        return read_slots(file.fd, first * file.slot_bytes, jobs, self._mode == DIRECT, self._thread_scratch())
+
+    def _thread_scratch(self) -> Scratch:
+        scratch = getattr(self._scratch, "own", None)
+        if scratch is None:
+            scratch = self._scratch.own = Scratch()
+        assert isinstance(scratch, Scratch)
+        return scratch
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """A write or read under way: `close` waits for it."""
+        self._calls += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+
+    def _running_workers(self) -> Workers:
+        if self._workers is None:
+            raise RuntimeError("the DiskTier is not open")
+        return self._workers
+
+    # -- telling
+
+    def status(self) -> dict[str, Any]:
+        """A snapshot for `kvcascade status`; sizes in bytes. Does no IO."""
+        classes = [
+            {
+                "slot_bytes": file.slot_bytes,
+                "slots": file.end,
+                "used": file.used,
+                "blocks": file.recorded,
+                "free": file.free,
+                "file_bytes": file.grown * file.slot_bytes,
+            }
+            for file in self._by_id
+        ]
+        return {
+            "name": "disk",
+            "state": self.state,
+            "reason": self.reason or "",
+            "directory": str(self.directory),
+            "capacity": self.capacity,
+            "used": self.used,
+            "free": max(0, self.capacity - self.used),
+            "blocks": self.blocks,
+            "classes": classes,
+            "io": self._mode,
+            "threads": self._thread_count,
+            "journal": {"bytes": self._journal.bytes, "snapshot_bytes": self._journal.snapshot_bytes},
+            "recovered": dict(self._recovered),
+            "counters": {
+                **self.counters,
+                "misses": dict(self.misses),
+                "failures": dict(self.failures),
+            },
+        }
+
+    def check(self) -> list[str]:
+        """Violations of the tier's invariants, in words; empty when all is well. Call it at any time; does no IO."""
+        problems = [problem for file in self._by_id for problem in file.check()]
+        if self._committing is None and any(commit.done is not None for commit in self._queue):
+            problems.append("a write waits for a commit that nobody makes")
+        if sum(len(extents) for extents in self._extents.values()) != self._extent_count:
+            problems.append("slot numbers dealt out do not add up")
+        return problems
+
+    # -- end
+
+    async def close(self, deadline: float = 10.0) -> bool:
+        """End the work under way, make durable what is queued, end the threads, release the directory.
+
+        New work is refused at once. False if it took longer than `deadline` seconds: what was not yet durable is
+        forgotten, never half written, and a device that does not answer keeps its thread and the directory's lock until
+        the process ends or a later `close` succeeds.
+        """
+        self._closed = True
+        if self._workers is None or self._syncer is None:
+            self._release()
+            return True
+        end = time.monotonic() + deadline
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline):
+                await self._idle.wait()
+                if not self._syncer.stopping and self._write_refusal() is None:
+                    await self._commit(_Commit(b"", done=asyncio.get_running_loop().create_future()))
+                if self._compacting is not None:
+                    await asyncio.wait([self._compacting])
+        stopped = [await workers.stop(end - time.monotonic()) for workers in (self._workers, self._syncer)]
+        if not all(stopped):
+            return False
+        if self._committing is not None:
+            await asyncio.wait([self._committing])
+        self._release()
+        return True
+
+    def _release(self) -> None:
+        self._journal.close()
+        for file in self._by_id:
+            if file.fd is not None:
+                os.close(file.fd)
+                file.fd = None
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+
+def _reason_of(call: Callable[[], object]) -> str | None:
+    try:
+        call()
+    except OSError as error:
+        return errno_name(error)
+    return None
+
+
+def _answer(group: Iterable[_Commit], failure: str | None) -> None:
+    for commit in group:
+        if commit.done is not None and not commit.done.done():
+            commit.done.set_result(failure)
+
+
+def _contiguous(buffer: memoryview | U8, length: int) -> bool:
+    if isinstance(buffer, memoryview):
+        return buffer.c_contiguous and buffer.nbytes == length
+    return bool(buffer.flags.c_contiguous) and buffer.nbytes == length
+
+
+def _split(indices: U32, slot_bytes: int) -> list[slice]:
+    """Adjacent places in parts for one call each."""
+    most = min(CALL_SLOTS, max(1, CALL_BYTES // slot_bytes))
+    parts: list[slice] = []
+    begin = 0
+    for _, count in runs(indices):
+        parts += [slice(first, min(first + most, begin + count)) for first in range(begin, begin + count, most)]
+        begin += count
+    return parts

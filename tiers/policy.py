@@ -1,0 +1,91 @@
+"""Eviction order: who goes first.
+
+A policy is a score over blocks; the lowest goes first. Whether a block may go at all (ready, unpinned, idle, childless)
+is the caller's question, not the policy's. `VictimQueue` makes any score whose values only ever grow when a block is
+used cheap to serve: it sorts the lowest scores once and hands them out until they run dry. An entry whose score has
+changed since is skipped, so for LRU stamps the order is exact, and a refill over n blocks (about 15 ms at 10^6) is paid
+once in n/16 evictions.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+Rows = npt.NDArray[np.uint32]
+Scores = npt.NDArray[np.uint64]
+Mask = npt.NDArray[np.bool_]
+
+LEAST_REFILL = 4096
+REFILL_SHARE = 16
+
+
+class VictimQueue:
+    """Hands out rows in the order of their scores.
+
+    `candidates()` gives all rows that could be victims some day, `score(rows)` their scores now, `usable(rows)` which
+    of some rows, in order of score, may be victims at this moment if all of them go.
+    """
+
+    def __init__(
+        self, candidates: Callable[[], Rows], score: Callable[[Rows], Scores], usable: Callable[[Rows], Mask]
+    ) -> None:
+        self._candidates = candidates
+        self._score = score
+        self._usable = usable
+        # Ascending by score; entries before `_next` are used up.
+        self._rows: Rows = np.empty(0, dtype=np.uint32)
+        self._scores: Scores = np.empty(0, dtype=np.uint64)
+        self._next = 0
+
+    def take(self, count: int) -> Rows:
+        """Up to `count` usable rows, lowest scores first. They leave the queue, whatever the caller does with them."""
+        taken: list[Rows] = []
+        refilled = False
+        while count > 0:
+            if self._next == len(self._rows):
+                if refilled:
+                    break
+                self._refill()
+                refilled = True
+                continue
+            end = min(self._next + max(2 * count, 64), len(self._rows))
+            rows = self._rows[self._next : end]
+            same = np.flatnonzero(self._score(rows) == self._scores[self._next : end])
+            good = same[self._usable(rows[same])]
+            # Cutting a set of victims short keeps it sound: children stand before their parents.
+            picked = good[:count]
+            self._next = end if len(good) <= count else self._next + int(picked[-1]) + 1
+            taken.append(rows[picked])
+            count -= len(picked)
+        return np.concatenate(taken) if taken else np.empty(0, dtype=np.uint32)
+
+    def lowest(self) -> int:
+        """A score that no candidate is below; infinitely high (2^64) when there is none."""
+        for _ in range(2):
+            fresh = self._score(self._rows[self._next :]) == self._scores[self._next :]
+            if fresh.any():
+                self._next += int(fresh.argmax())
+                return int(self._scores[self._next])
+            self._refill()
+        return 1 << 64
+
+    def add(self, rows: Rows) -> None:
+        """Puts rows in that became candidates since the last refill."""
+        left_rows, left_scores = self._rows[self._next :], self._scores[self._next :]
+        if not len(left_rows):
+            return  # the next take refills, and finds them
+        merged_rows = np.concatenate([rows, left_rows])
+        merged_scores = np.concatenate([self._score(rows), left_scores])
+        order = np.argsort(merged_scores, kind="stable")
+        self._rows, self._scores, self._next = merged_rows[order], merged_scores[order], 0
+
+    def _refill(self) -> None:
+        rows = self._candidates()
+        scores = self._score(rows)
+        keep = max(LEAST_REFILL, len(rows) // REFILL_SHARE)
+        if len(rows) > keep:
+            lowest = np.argpartition(scores, keep)[:keep]
+            rows, scores = rows[lowest], scores[lowest]
+        order = np.argsort(scores)
+        self._rows, self._scores, self._next = rows[order], scores[order], 0
