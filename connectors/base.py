@@ -1,29 +1,28 @@
 """The connector API: what an engine's plug-in implements so that the engine's prefixes outlive it.
-
-A connector has two sides. The scheduler side (one an engine) asks the daemon and plans; the worker side (one a rank) moves
-bytes. They share nothing but the `StepPlan` that the engine carries from one to the other and the `Report` that it carries
-back. To write a connector for another engine, implement `SchedulerConnector` and `WorkerConnector`, put them into
-`SafeScheduler` and `SafeWorker`, and translate the engine's own hooks into these calls:
+ A connector has two sides. The scheduler side (one an engine) asks the daemon and plans; the worker side (one a rank)
+moves bytes. They share nothing but the `StepPlan` that the engine carries from one to the other and the `Report` that
+it carries back. To write a connector for another engine, implement `SchedulerConnector` and `WorkerConnector`, put
+them into `SafeScheduler` and `SafeWorker`, and translate the engine's own hooks into these calls:
 
     a request arrives, or is scheduled anew     match(request, computed)  →  how many more tokens can be loaded
     the engine gave it blocks for them          allocated(request, blocks, tokens, background)
     each step, also an empty one                plan_step(step)  →  StepPlan, to every worker
-      on each worker, in this order             preempted(ids), start_load(plan), [forward: wait_load(layer)], save(plan)
+      on each worker, in this order             preempted(ids), start_load(plan), wait_load(layer), save(plan)
       then                                      finished()  →  Report, back to the engine
     on the scheduler                            completed(report), once all ranks have reported
     a request ends, for whatever reason         finished(request_id, blocks, final_tokens)  →  keep its blocks?
-
-The life of a load: `match` leases the leading blocks; `allocated` says where they shall go; the next plan holds a `Transfer`
-with slots; a worker copies, then proves by the slots' generations that the bytes were still those; its report names the
-request, and the blocks whose bytes are in doubt, which the engine recomputes and `completed` tells to the daemon.
-The life of a save: a step makes tokens final; its plan reserves slots for the new full blocks; after the forward a worker
-copies and commits its own heads.
+ The life of a load: `match` leases the leading blocks; `allocated` says where they shall go; the next plan holds a
+`Transfer` with slots; a worker copies, then proves by the slots' generations that the bytes were still those; its
+report names the request, and the blocks whose bytes are in doubt, which the engine recomputes and `completed` tells to
+the daemon. The life of a save: a step makes tokens final; its plan reserves slots for the new full blocks; after the
+forward a worker copies and commits its own heads.
 
 The rules, for every engine:
 
 1. At least one token is left to compute, for its logits (`new_tokens`).
 2. With several KV groups a hit is what all of them can serve (`common_hit`).
-3. Only final tokens are stored: those whose KV is computed and that no draft's rejection can take back (`final_tokens`).
+3. Only final tokens are stored: those whose KV is computed and that no draft's rejection can take back
+   (`final_tokens`).
 4. A preempted request's saves are finished or given up before its blocks are reused (`TransferBook.preempt`).
 5. Results are reported once, and never after the engine dropped the request (`TransferBook`).
 6. Nothing raises into serving (`SafeScheduler`, `SafeWorker`). Only `WorkerConnector.register` raises, when attaching.
@@ -102,10 +101,10 @@ class Step:
 class Transfer:
     """Blocks of one request in one KV group and the slots that they come from or go to: five columns of one length.
 
-    `lease` protects the slots until it is released, committed or aborted. `indices` are the blocks' places in the chain
-    (which rank writes a replicated head depends on them), `blocks` the engine's ids, `pools`/`pages`/`generations` name
-    the slots. `background`, for loads: the engine computes without the request until it is reported as received; else it
-    waits for the load within the step and is told of failures alone.
+    `lease` protects the slots until it is released, committed or aborted. `indices` are the blocks' places in the
+    chain (which rank writes a replicated head depends on them), `blocks` the engine's ids,
+    `pools`/`pages`/`generations` name the slots. `background`, for loads: the engine computes without the request
+    until it is reported as received; else it waits for the load within the step and is told of failures alone.
     """
 
     request_id: str
@@ -133,9 +132,9 @@ class FailedLoad:
 class StepPlan:
     """One step's work, the same for every rank. Plain values only, so that any engine can send it to its workers.
 
-    `failed`: loads that were promised and cannot be begun; workers report them as any failed load. `kept`: requests that
-    are finished and whose blocks the engine keeps until they are reported as sent. `dropped`: requests that the engine
-    has forgotten, never to be reported again.
+    `failed`: loads that were promised and cannot be begun; workers report them as any failed load. `kept`: requests
+    that are finished and whose blocks the engine keeps until they are reported as sent. `dropped`: requests that the
+    engine has forgotten, never to be reported again.
     """
 
     loads: tuple[Transfer, ...] = ()
@@ -151,8 +150,8 @@ class Report:
 
     `sent`: requests of `StepPlan.kept` whose saves have ended: their blocks may be reused. `received`: requests whose
     background loads have ended, well or not. `failed`: loads, or parts of them, that ended badly; always in the same
-    report as, or an earlier one than, the request's `received`. Engines that take failures by block use `failed_blocks`,
-    those that take them by request `failed_requests`.
+    report as, or an earlier one than, the request's `received`. Engines that take failures by block use
+    `failed_blocks`, those that take them by request `failed_requests`.
     """
 
     sent: frozenset[str] = frozenset()
@@ -181,36 +180,38 @@ class SchedulerConnector(ABC):
     def match(self, request: Request, computed_tokens: int) -> Match:
         """How many tokens after the first `computed_tokens` can be loaded.
 
-        Called any number of times for one request; asking again renews its one lease and changes nothing else. The blocks
-        of a READY answer are pinned until the lease's deadline, so `allocated` should follow at once or `finished` later.
-        READY with no tokens does not exist: that is a MISS. Use `common_hit` and `new_tokens` for the arithmetic.
+        Called any number of times for one request; asking again renews its one lease and changes nothing else. The
+        blocks of a READY answer are pinned until the lease's deadline, so `allocated` should follow at once or
+        `finished` later. READY with no tokens does not exist: that is a MISS. Use `common_hit` and `new_tokens` for
+        the arithmetic.
         """
 
     @abstractmethod
     def allocated(self, request: Request, blocks: BlockIds, tokens: int, *, background: bool) -> None:
         """The engine has given the request `blocks`, and counts on `tokens` of its last match to be loaded into them.
 
-        Called for every request that is scheduled, with 0 tokens where nothing is to be loaded (it was the local cache's,
-        another connector was chosen, or its background load is over): then its lease is released. Otherwise the load
-        must appear, in the next plan, in `loads` or in `failed`: an engine waits for it. Decide on `tokens` alone.
+        Called for every request that is scheduled, with 0 tokens where nothing is to be loaded (it was the local
+        cache's, another connector was chosen, or its background load is over): then its lease is released. Otherwise
+        the load must appear, in the next plan, in `loads` or in `failed`: an engine waits for it. Decide on `tokens`
+        alone.
         """
 
     @abstractmethod
     def plan_step(self, step: Step) -> StepPlan:
         """The work of this step; called for each step, in order, also for an empty one.
 
-        Loads: what was allocated since the last plan. Saves: `storable_blocks` of each request's final tokens, less those
-        that the daemon has already or has no room for; a request is asked for once a block at most. Saves of a preempted
-        request that no plan holds yet are forgotten.
+        Loads: what was allocated since the last plan. Saves: `storable_blocks` of each request's final tokens, less
+        those that the daemon has already or has no room for; a request is asked for once a block at most. Saves of a
+        preempted request that no plan holds yet are forgotten.
         """
 
     @abstractmethod
     def finished(self, request_id: str, blocks: BlockIds, final_tokens: int) -> bool:
-        """The request has ended: it ran to its end, was aborted or failed. Called exactly once, before its blocks are freed.
+        """The request has ended, was aborted or has failed. Called exactly once, before its blocks are freed.
 
-        True: copies from or into its blocks are still running or to come, so the engine keeps them until a report names
-        the request as sent; the next plan has it in `kept`. False: nothing of it will be reported any more; the next plan
-        has it in `dropped`. Its leases are released, but for those of copies that still run.
+        True: copies from or into its blocks are still running or to come, so the engine keeps them until a report
+        names the request as sent; the next plan has it in `kept`. False: nothing of it will be reported any more; the
+        next plan has it in `dropped`. Its leases are released, but for those of copies that still run.
         """
 
     @abstractmethod
@@ -225,14 +226,14 @@ class SchedulerConnector(ABC):
 
 
 class WorkerConnector(ABC):
-    """The side beside one rank's model, called on the engine's thread; copies may run on threads and streams of its own."""
+    """The side beside one rank's model, called on the engine's thread; its copies may run on threads of its own."""
 
     @abstractmethod
     def register(self, tensors: Sequence[Sequence["Tensor"]]) -> None:
         """The rank's KV tensors, a sequence a KV group, one tensor a layer; called once, before anything else.
 
-        Raises LayoutMismatch for tensors that are not recognised (`layout.describe_paged`), naming what was seen: the one
-        error that engines are to see, while they start. Tensors stay valid and in place until `close`.
+        Raises LayoutMismatch for tensors that are not recognised (`layout.describe_paged`), naming what was seen: the
+        one error that engines are to see, while they start. Tensors stay valid and in place until `close`.
         """
 
     @abstractmethod
@@ -252,8 +253,10 @@ class WorkerConnector(ABC):
 
     @abstractmethod
     def wait_load(self, layer: int | None = None) -> None:
-        """Return when the loads that are not in the background have ended, of one layer or all; bounded by a deadline, past
-        which they have failed. Called before that layer's attention, or once before the forward.
+        """Return when the loads that are not in the background have ended, of one layer or all.
+
+        Bounded by a deadline, past which they have failed. Called before that layer's attention, or once before the
+        forward.
         """
 
     @abstractmethod
@@ -261,13 +264,14 @@ class WorkerConnector(ABC):
         """Begin the plan's saves; called after the step's forward was launched, returns without waiting.
 
         Copies wait for that forward. A rank copies and commits its own heads, and replicated ones in its turn
-        (`layout.Gatherer.writes`); a copy that was given up or failed is aborted, so nothing half-written is ever found.
-        Source blocks belong to the copy until it ended: the scheduler's `finished` keeps them, `preempted` waits.
+        (`layout.Gatherer.writes`); a copy that was given up or failed is aborted, so nothing half-written is ever
+        found. Source blocks belong to the copy until it ended: the scheduler's `finished` keeps them, `preempted`
+        waits.
         """
 
     @abstractmethod
     def finished(self) -> Report:
-        """What ended since the last call; called after each step and while idle. Never waits. See `TransferBook.take`."""
+        """What ended since the last call (`TransferBook.take`); called after each step and while idle. Never waits."""
 
     @abstractmethod
     def close(self) -> None:
@@ -307,7 +311,7 @@ def common_hit(hits: Iterable[tuple[int, int]]) -> int:
 
 
 def final_tokens(computed_tokens: int, scheduled_tokens: int, draft_tokens: int = 0) -> int:
-    """How many tokens are final after a step: those computed before and scheduled now, less drafts that may be rejected.
+    """How many tokens are final after a step: computed before or scheduled now, less drafts that may be rejected.
 
     For a request that ended, what was computed is final: `computed_tokens` of an aborted one, all but the last drawn
     token of a complete one.
@@ -344,7 +348,7 @@ class _Entry:
 
 
 class TransferBook:
-    """Which copies run on one rank, and what its engine is still to be told: reports each result once, to those who wait.
+    """Which copies run on one rank, and what its engine is still to be told: each result once, while it waits.
 
     A worker side begins a ticket for each copy on the engine's thread, ends it on whatever thread copies, and returns
     `take()` from `finished()`. Every method may be called from any thread; only `preempt` and `close` wait.
@@ -376,9 +380,10 @@ class TransferBook:
         return ticket
 
     def end(self, ticket: Ticket, failed_blocks: Iterable[int] = ()) -> bool:
-        """The copy touches memory no more. `failed_blocks`: the engine's ids of blocks that were not loaded as they should.
+        """The copy touches memory no more. `failed_blocks`: the engine's ids of blocks that were not loaded.
 
-        False: it was given up meanwhile, so whatever it did must not count. Ending a ticket twice is a bug (ValueError).
+        False: it was given up meanwhile, so whatever it did must not count. Ending a ticket twice is a bug
+        (ValueError).
         """
         transfer = ticket.transfer
         with self._changed:
@@ -443,12 +448,13 @@ class TransferBook:
         """What is to be told to the engine now, each thing once."""
         with self._changed:
             sent, received = set(), set()
+            running = {ticket.transfer.request_id for ticket in self._running}
             for request_id, entry in list(self._requests.items()):
                 if entry.awaits_received and not entry.loads:
                     entry.awaits_received = False
                     received.add(request_id)
-                # Blocks are free for reuse only when nothing is written into them either.
-                if entry.awaits_sent and not entry.saves and not entry.loads:
+                # Blocks are free for reuse when no copy touches them, not even one that was given up.
+                if entry.awaits_sent and request_id not in running:
                     entry.awaits_sent = False
                     sent.add(request_id)
                 self._forget_idle(request_id)
@@ -516,7 +522,7 @@ class _Guard:
 
 
 class SafeScheduler(SchedulerConnector):
-    """A scheduler side that never raises: after the inner one's first exception it matches, plans and keeps nothing more.
+    """A scheduler side that never raises: after the inner one's first exception it matches and plans nothing more.
 
     Loads that were promised to the engine then, and not planned, are reported as failed by the next plan, so that no
     request waits for ever; requests whose blocks are kept are reported by the workers as before. `failure` is the
@@ -586,9 +592,9 @@ class SafeScheduler(SchedulerConnector):
 class SafeWorker(WorkerConnector):
     """A worker side that never raises but from `register`.
 
-    After the inner one's first exception it is closed, so that nothing of it touches the engine's memory any more; what
-    the engine waits for is then reported: loads that had not been reported as failed, saves as ended. From there on loads
-    fail at once and nothing is saved. `failure` is the exception.
+    After the inner one's first exception it is closed, so that nothing of it touches the engine's memory any more;
+    what the engine waits for is then reported: loads that had not been reported as failed, saves as ended. From there
+    on loads fail at once and nothing is saved. `failure` is the exception.
     """
 
     def __init__(self, inner: WorkerConnector) -> None:

@@ -476,14 +476,17 @@ class Session:
         group: int = 0,
         pin: bool = True,
         promote: bool = True,
+        tokens: "bytes | Sequence[int] | NDArray[np.uint32]" = b"",
         timeout: float | None = None,
     ) -> Lookup:
         """Ask how long a prefix of the chain ``hashes`` (from block 0) is here; ``pin`` protects it by a lease.
 
         Asking again with the same ``request`` renews its one lease. ``promote`` starts to bring up what lies below.
+        ``tokens``: the chain's token ids, needed where the hash is not cryptographic: the daemon compares them.
         Raises DaemonUnavailable, Refused, ProtocolError.
         """
-        body = {"hashes": _packed(hashes), "group": group, "request": request, "pin": pin, "promote": promote}
+        body: dict[str, Any] = {"hashes": _packed(hashes), "group": group, "request": request}
+        body |= {"pin": pin, "promote": promote, "tokens": pack_u32(tokens)}
         _, reply = self._call(OP_LOOKUP, body, timeout)
         matched = take(reply, "matched", int, lo=0)
         return Lookup(
@@ -532,8 +535,13 @@ class Session:
         """
         import numpy as np
 
-        body = {"hashes": _packed(hashes), "group": group, "start": start, "tokens": pack_u32(tokens),
-                "request": request}
+        body = {
+            "hashes": _packed(hashes),
+            "group": group,
+            "start": start,
+            "tokens": pack_u32(tokens),
+            "request": request,
+        }
         info, reply = self._call(OP_RESERVE, body, timeout)
         states = take_u8(reply, "states")
         blocks = (np.flatnonzero(states == BlockState.SLOT) + start).astype(np.uint32)

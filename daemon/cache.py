@@ -137,6 +137,7 @@ class Cache:
         rows = self.residency.leading_run(space, self.residency.index.find(space.number, keys), ready=True)
         rows = self._verify_tokens(space, rows, tokens)
         self.residency.index.touch(rows)
+        self.residency.index.reused[rows] = 1
         old = attachment.leases.get(attachment.by_request.get((group, request), 0)) if request else None
         if old is None:
             self.hit_tokens["miss"] += (len(keys) - len(rows)) * space.shape.block_tokens
@@ -200,7 +201,7 @@ class Cache:
         return lease.number
 
     def _reference_hbm(self, rows: U32) -> U32:
-        pages = self.residency.index.hbm[rows]
+        pages: U32 = self.residency.index.hbm[rows]
         pages = pages[pages != NO_SLOT]
         if self.residency.hbm is not None and len(pages):
             self.residency.hbm.reference(pages)

@@ -261,7 +261,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _check_directory(directory: Path, deep: bool) -> dict[str, Any]:
-    from kvcascade.tiers.disk import check_directory
+    from kvcascade.tiers.directory import check_directory
 
     def progress(done: int, total: int) -> None:
         print(f"\r{done} of {total} blocks", end="\n" if done == total else "", file=sys.stderr, flush=True)
@@ -274,7 +274,7 @@ def _check_directory(directory: Path, deep: bool) -> dict[str, Any]:
         "violations": violations,
         "examples": found.examples,
         "blocks": found.blocks,
-        "bytes": found.bytes,
+        "disk_bytes": found.disk_bytes,
         "verified": found.verified,
         "namespaces": len(found.namespaces),
         "dropped": found.dropped,

@@ -112,6 +112,7 @@ class Index:
         self.dram: U32 = np.full(capacity, NO_SLOT, dtype=np.uint32)
         self.disk: U32 = np.full(capacity, NO_SLOT, dtype=np.uint32)
         self.size_class: npt.NDArray[np.uint8] = np.zeros(capacity, dtype=np.uint8)
+        self.reused: U8 = np.zeros(capacity, dtype=np.uint8)  # was found by a lookup since it was stored
         self.token_slot: U32 = np.full(capacity, NO_SLOT, dtype=np.uint32)
         self.tokens = TokenStore()
         self.count = 0  # rows in the table: PENDING and READY
@@ -127,7 +128,7 @@ class Index:
 
     _COLUMNS = (
         "key", "space", "parent", "children", "pins", "busy", "state", "stamp",
-        "hbm", "dram", "disk", "size_class", "token_slot", "_free", "_kids",
+        "hbm", "dram", "disk", "size_class", "reused", "token_slot", "_free", "_kids",
     )  # fmt: skip
 
     # ---- finding
@@ -271,6 +272,7 @@ class Index:
         self.dram[rows] = NO_SLOT
         self.disk[rows] = NO_SLOT
         self.children[rows] = 0
+        self.reused[rows] = 0
         self.state[rows] = RowState.FREE
         self.doomed -= len(rows)
         self._free[self._free_count : self._free_count + len(rows)] = rows

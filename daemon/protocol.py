@@ -25,7 +25,7 @@ attach          protocol, role ("engine", "scheduler", "rank", "tool"),     boot
                 boot, session and warnings
 ping            --                                                          boot
 lookup          hashes, group, request (<= 128 B; asking again with it      lease u64 (0: nothing pinned), matched
-                renews its one lease), pin, promote                         (leading blocks in some local tier), ready
+                renews its one lease), pin, promote, tokens u32             (leading blocks in some local tier), ready
                                                                             (leading blocks in memory), tiers
                                                                             u8[matched], deadline_ms
 load            lease, count, wait_ms (for promotions)                      count (leading part in memory), pools u8,
@@ -189,9 +189,7 @@ def encode_error(correlation: int, error: BaseException) -> bytes:
 
 
 _ERRORS: Final[dict[str, type[CascadeError]]] = {
-    kind.__name__: kind
-    for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, CascadeError)
+    kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, CascadeError)
 }
 
 
@@ -405,8 +403,15 @@ class _Required:
 
 
 REQUIRED: Final = _Required()
-_NAMES: Final[dict[type, str]] = {int: "an integer", bytes: "a byte string", str: "a text", bool: "true or false",
-                                  float: "a number", list: "a list", dict: "a map"}
+_NAMES: Final[dict[type, str]] = {
+    int: "an integer",
+    bytes: "a byte string",
+    str: "a text",
+    bool: "true or false",
+    float: "a number",
+    list: "a list",
+    dict: "a map",
+}
 
 
 @overload

@@ -92,11 +92,9 @@ def show_check(report: Answer) -> None:
     for example in report.get("examples", ()):
         _line(console, f"  {example}")
     if "blocks" in report:
-        _line(
-            console,
-            f"{report['blocks']} blocks of {report['namespaces']} namespaces in {format_bytes(report['bytes'])}, "
-            f"the payloads of {report['verified']} read and compared",
-        )
+        size = format_bytes(report["disk_bytes"])
+        _line(console, f"{report['blocks']} blocks of {report['namespaces']} namespaces in {size} of disk")
+        _line(console, f"{report['verified']} of them proved by their slots")
     for reason, count in report.get("dropped", {}).items():
         _line(console, f"{count} records dropped: {reason}")
     if not violations:

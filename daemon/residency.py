@@ -116,6 +116,7 @@ class Residency:
         self._clean: list[int] = []  # size class → rows that lie in DRAM and on disk
         self._clean_victims: list[VictimQueue] = []
         self._dirty_victims: list[VictimQueue] = []
+        self._demotable: list[VictimQueue] = []  # dirty, and the disk takes them
         self._disk_victims: list[VictimQueue] = []
         self._starved: set[int] = set()  # classes that wait for a slab of another class
         self.wants_cleaning = False  # what the last plan_demotion saw: too little is free or clean
@@ -156,6 +157,8 @@ class Residency:
         self._classes.append(slot_bytes)
         self._clean.append(0)
         index = self.index
+        # "on-reuse" spares a disk that wears: it takes what was asked for again since it was stored.
+        least_reuse = 1 if self._settings.disk.write_policy == "on-reuse" else 0
 
         def in_dram(clean: bool) -> Callable[[], U32]:
             def rows() -> U32:
@@ -179,19 +182,26 @@ class Residency:
             return result
 
         def clean(rows: U32) -> Mask:
-            return idle(rows) & (index.dram[rows] != NO_SLOT) & (index.disk[rows] != NO_SLOT)
+            result: Mask = idle(rows) & (index.dram[rows] != NO_SLOT) & (index.disk[rows] != NO_SLOT)
+            return result
 
         def dirty(rows: U32) -> Mask:
-            return idle(rows) & (index.dram[rows] != NO_SLOT) & (index.disk[rows] == NO_SLOT)
+            result: Mask = idle(rows) & (index.dram[rows] != NO_SLOT) & (index.disk[rows] == NO_SLOT)
+            return result
+
+        def admitted(rows: U32) -> Mask:
+            result: Mask = dirty(rows) & (index.reused[rows] >= least_reuse)
+            return result
 
         def disposable(rows: U32) -> Mask:
-            good = idle(rows) & (index.disk[rows] != NO_SLOT)
+            good: Mask = idle(rows) & (index.disk[rows] != NO_SLOT)
             last = good & (index.dram[rows] == NO_SLOT) & (index.hbm[rows] == NO_SLOT)
             good[last] = index.childless_in_order(rows[last])
             return good
 
         self._clean_victims.append(VictimQueue(in_dram(clean=True), score, clean))
         self._dirty_victims.append(VictimQueue(in_dram(clean=False), score, dirty))
+        self._demotable.append(VictimQueue(in_dram(clean=False), score, admitted))
         self._disk_victims.append(VictimQueue(on_disk, score, disposable))
         return number
 
@@ -365,7 +375,7 @@ class Residency:
                 return None
         self.wants_cleaning = True
         batch = max(1, DEMOTION_BATCH_BYTES // slot_bytes)
-        rows = self._newest_dirty(size_class, batch) if everything else self._dirty_victims[size_class].take(batch)
+        rows = self._newest_dirty(size_class, batch) if everything else self._demotable[size_class].take(batch)
         if not len(rows):
             return None
         index = self.index
@@ -383,7 +393,10 @@ class Residency:
         index = self.index
         rows = np.flatnonzero(self._resident(Tier.DRAM) & (index.disk[: index.high] == NO_SLOT)).astype(np.uint32)
         rows = rows[(index.size_class[rows] == size_class) & (index.busy[rows] == 0)]
-        return rows[np.argsort(index.stamp[rows])[::-1][:count]]
+        if self._settings.disk.write_policy == "on-reuse":
+            rows = rows[index.reused[rows] != 0]
+        newest: U32 = rows[np.argsort(index.stamp[rows])[::-1][:count]]
+        return newest
 
     def slot_bytes(self, size_class: int) -> int:
         """Bytes of a slot of this class."""

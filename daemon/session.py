@@ -80,8 +80,10 @@ class Session(asyncio.Protocol):
             credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             self.pid, self.uid, _ = struct.unpack("iII", credentials)
             self.pidfd = _peer_pidfd(sock, self.pid)
-        if not self._daemon.enter(self):
-            self._send_error(0, Refused("limits.sessions: the daemon has as many sessions as it allows"))
+        try:
+            self._daemon.enter(self)
+        except Refused as error:
+            self._send_error(0, error)
             transport.close()
 
     def data_received(self, data: bytes) -> None:

@@ -56,7 +56,7 @@ class Transfer:
             cleaner.cancel()
         tasks = {*self._cleaners, *self._flights.values()}
         # A device that does not answer must not keep the process from ending.
-        _, hung = await asyncio.wait(tasks, timeout=END_S)
+        hung = (await asyncio.wait(tasks, timeout=END_S))[1]
         if hung:
             log.error("transfers abandoned count=%d", len(hung))
         self._copiers.shutdown(wait=not hung)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines.scripted import Engine, engines
 
 from kvcascade.daemon.client import Client
 
@@ -129,3 +130,10 @@ def start_daemon() -> Iterator[Callable[..., DaemonProcess]]:
 def daemon(start_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
     """A running daemon: 64 MiB of DRAM, 256 MiB of disk, no HBM pool."""
     return start_daemon()
+
+
+@pytest.fixture
+def start_engine(start_daemon: Callable[..., DaemonProcess]) -> Iterator[Callable[..., Engine]]:
+    """Starts scripted engines in processes of their own (`start_engine(daemon, model="m")`), ended before the daemons."""
+    with engines() as start:
+        yield start

@@ -1,4 +1,4 @@
-"""The disk tier's directory: what it is, whose it is, and what its records stand for; also its check while no daemon runs.
+"""The disk tier's directory: what it is, whose it is, what its records stand for; and its check while no daemon runs.
 
 The rule: a directory that is not plainly ours, of our version and free is refused by a ConfigError that names
 `disk.directory`, before anything in it is touched.

@@ -6,8 +6,8 @@ truth.
 
 A directory (directory.py) holds a journal (journal.py) and one slab file a size class (slabfile.py). Which slot is free
 is decided on the loop's thread without IO; payloads, checksums, syncs and space go through the tier's own threads.
-Writers share syncs: while one group is being made durable the next gathers, since a sync costs 4-12 ms here whatever its
-size.
+Writers share syncs: while one group is being made durable the next gathers, since a sync costs 4-12 ms here whatever
+its size.
 
 A slot may be handed on before the record of its removal is durable. A crash in between brings back the old record over
 the new bytes, and the slot's header unmasks it: a miss. Waiting would put a sync before each store into a full tier.
@@ -128,7 +128,7 @@ class Recovery:
 
 
 class _Health:
-    """Whether one direction of IO is left alone for now: a failure starts a pause, the next doubles it, success ends it."""
+    """Whether one direction of IO is left alone: a failure starts a pause, the next doubles it, a success ends it."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -420,11 +420,12 @@ class DiskTier:
     # -- write
 
     async def write(self, jobs: Sequence[WriteJob]) -> list[str | None]:
-        """Write blocks to slots that were allocated; for each None, once it would survive a power cut, or why it failed.
+        """Write blocks to slots that were allocated; for each None, once it would outlive a power cut, or why it failed.
 
         After a failure the slot is still the caller's to free, and no later start finds the block in it, save one whose
         bytes are whole. When cancelled, the payloads are not read any more once the cancellation arrives; the blocks may
-        be durable or not, and freeing their slots makes them gone. Raises ValueError for a job that contradicts its slot.
+        be durable or not, and freeing their slots makes them gone. Raises ValueError for a job that contradicts its
+        slot.
         """
         if not jobs:
             return []
@@ -693,8 +694,8 @@ class DiskTier:
     async def read(self, jobs: Sequence[ReadJob]) -> list[str | None]:
         """Fetch blocks; for each None, once its bytes are proven to be those asked for, or why it is a miss.
 
-        Nothing is written to `into` after this has ended, cancelled or not. Raises ValueError for a job that contradicts
-        its slot.
+        Nothing is written to `into` after this has ended, cancelled or not. Raises ValueError for a job that
+        contradicts its slot.
         """
         if not jobs:
             return []
@@ -714,7 +715,10 @@ class DiskTier:
         with self._call():
             try:
                 outcomes = await self._running_workers().run(
-                    [partial(self._read_call, file, int(indices[0]), [jobs[i] for i in at]) for file, indices, at in calls]
+                    [
+                        partial(self._read_call, file, int(indices[0]), [jobs[i] for i in positions])
+                        for file, indices, positions in calls
+                    ]
                 )
             except TierUnavailable:
                 return ["closed"] * len(jobs)
@@ -792,7 +796,7 @@ class DiskTier:
             "classes": classes,
             "io": self._mode,
             "threads": self._thread_count,
-            "journal": {"bytes": self._journal.bytes, "snapshot_bytes": self._journal.snapshot_bytes},
+            "journal": {"bytes": self._journal.size, "snapshot_bytes": self._journal.snapshot_bytes},
             "recovered": dict(self._recovered),
             "counters": {
                 **self.counters,

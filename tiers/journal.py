@@ -222,7 +222,7 @@ class Journal:
     # -- appending
 
     def append(self, records: bytearray) -> None:
-        """Make these records durable, in order; after an OSError none of them counts and the next append begins a segment.
+        """Make these records durable, in order; after an OSError none counts, and the next append begins a new segment.
 
         A kernel may call dirty pages clean after a failed sync, so that file is never trusted to a later sync.
         """

@@ -61,8 +61,8 @@ _WINDOWS_FOR_A_RUN: Final = 16
 
 @dataclass(slots=True, frozen=True)
 class BlockMeta:
-    """Who a block is. `block_hash` and `parent` have at most 32 bytes, `parent` none for a chain's first block; `tokens`
-    are packed little-endian u32, kept in the slot's header when there are at most `MAX_TOKENS`."""
+    """Who a block is. `block_hash` and `parent` have at most 32 bytes, `parent` none for a chain's first block;
+    `tokens` are packed little-endian u32, kept in the slot's header when there are at most `MAX_TOKENS`."""
 
     namespace: bytes
     block_hash: bytes

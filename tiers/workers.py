@@ -1,8 +1,8 @@
 """Named threads for calls that block, awaited from the loop.
 
 The rule: a call that has begun is always waited for, also by a caller that was cancelled, because it may be touching
-the caller's memory; a call that has not begun is withdrawn at once. The threads are daemons, so that a device that never
-answers keeps neither the process nor its shutdown.
+the caller's memory; a call that has not begun is withdrawn at once. The threads are daemons, so that a device that
+never answers keeps neither the process nor its shutdown.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ class Workers:
         return len(self._threads)
 
     async def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Results in the order of the calls. When cancelled, those not begun never run and those begun have ended before
-        this raises. TierUnavailable once the threads have been told to stop."""
+        """Results in the order of the calls. When cancelled, those not begun never run and those begun have ended
+        before this raises. TierUnavailable once the threads have been told to stop."""
         begun: list[Future[T]] = []
         results: list[asyncio.Future[T]] = []
         try:

@@ -21,8 +21,21 @@ from kvcascade.connectors.layout import Gatherer, PoolSlots, describe_paged
 from kvcascade.daemon.attachment import Session
 from kvcascade.tiers.block import KVGroup
 
-from .harness import GB, Bench, Daemon, Engine, Row, at_least, check, median_ratio, namespace, process_cpu, session
-from .harness import ratio_below
+from .harness import (
+    GB,
+    Bench,
+    Daemon,
+    Engine,
+    Row,
+    at_least,
+    check,
+    median_ratio,
+    namespace,
+    pool_size,
+    process_cpu,
+    ratio_below,
+    session,
+)
 
 HASH_BYTES = 32
 
@@ -68,7 +81,7 @@ def run(bench: Bench) -> list[Row]:
         bench.say(f"{case.blocks} blocks of {case.label}, {case.layout}")
         room = case.total + case.total // 4
         with (
-            Daemon(bench, "data", "--dram", f"{room}B", "--leases-budget-share", "100%") as daemon,
+            Daemon(bench, "data", "--dram", pool_size(room), "--leases-budget-share", "100%") as daemon,
             Engine(engine, daemon.socket, daemon.pid, case, bench.rounds(9, 3)) as worker,
         ):
             rows += report(case, worker.receive())

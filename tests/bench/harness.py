@@ -31,6 +31,7 @@ from kvcascade.tiers.namespace import Namespace
 ROOT = Path(__file__).parents[2]
 SEED = "bench"
 PATIENCE_S = 120.0
+SLAB = 32 << 20
 GB = 1e9
 
 
@@ -168,6 +169,11 @@ def machine() -> dict[str, Any]:
 
 
 # ---- the daemon
+
+
+def pool_size(size: int) -> str:
+    """`--dram` for at least `size` bytes: a pool is cut down to whole slabs."""
+    return f"{-(-size // SLAB) * SLAB}B"
 
 
 class Daemon:

@@ -19,7 +19,20 @@ from kvcascade.daemon.client import Client
 from kvcascade.daemon.protocol import OP_PING
 from kvcascade.tiers.block import KVGroup, block_hashes
 
-from .harness import SEED, Bench, Daemon, Engine, Row, below, check, namespace, quantile, ratio_below, session
+from .harness import (
+    SEED,
+    Bench,
+    Daemon,
+    Engine,
+    Row,
+    below,
+    check,
+    namespace,
+    pool_size,
+    quantile,
+    ratio_below,
+    session,
+)
 
 GROUP = KVGroup(block_tokens=16, layers=1, kv_heads=1, head_dim=64)
 BLOCK_BYTES = 4096
@@ -42,10 +55,9 @@ class Filled:
 def run(bench: Bench) -> list[Row]:
     many = (100 if bench.quick else 977) * CHAIN
     room = (many + SPARE_CHAINS * CHAIN) * BLOCK_BYTES
-    few_room = 2 * FEW * BLOCK_BYTES
     with (
-        Daemon(bench, "many", "--dram", f"{room}B", "--leases-reservation", "60s") as large,
-        Daemon(bench, "few", "--dram", f"{few_room}B") as small,
+        Daemon(bench, "many", "--dram", pool_size(room), "--leases-reservation", "60s") as large,
+        Daemon(bench, "few", "--dram", pool_size(2 * FEW * BLOCK_BYTES)) as small,
         Engine(engine, large.socket, small.socket, many, bench.rounds(3000, 400)) as worker,
     ):
         empty_rss = large.rss()
