@@ -1,5 +1,6 @@
 """The connector API: what an engine's plug-in implements so that the engine's prefixes outlive it.
- A connector has two sides. The scheduler side (one an engine) asks the daemon and plans; the worker side (one a rank)
+
+A connector has two sides. The scheduler side (one an engine) asks the daemon and plans; the worker side (one a rank)
 moves bytes. They share nothing but the `StepPlan` that the engine carries from one to the other and the `Report` that
 it carries back. To write a connector for another engine, implement `SchedulerConnector` and `WorkerConnector`, put
 them into `SafeScheduler` and `SafeWorker`, and translate the engine's own hooks into these calls:
@@ -11,10 +12,11 @@ them into `SafeScheduler` and `SafeWorker`, and translate the engine's own hooks
       then                                      finished()  →  Report, back to the engine
     on the scheduler                            completed(report), once all ranks have reported
     a request ends, for whatever reason         finished(request_id, blocks, final_tokens)  →  keep its blocks?
- The life of a load: `match` leases the leading blocks; `allocated` says where they shall go; the next plan holds a
+The life of a load: `match` leases the leading blocks; `allocated` says where they shall go; the next plan holds a
 `Transfer` with slots; a worker copies, then proves by the slots' generations that the bytes were still those; its
 report names the request, and the blocks whose bytes are in doubt, which the engine recomputes and `completed` tells to
-the daemon. The life of a save: a step makes tokens final; its plan reserves slots for the new full blocks; after the
+the daemon.
+The life of a save: a step makes tokens final; its plan reserves slots for the new full blocks; after the
 forward a worker copies and commits its own heads.
 
 The rules, for every engine:
@@ -216,8 +218,10 @@ class SchedulerConnector(ABC):
 
     @abstractmethod
     def completed(self, report: Report) -> None:
-        """All ranks have reported: release what was loaded, tell the daemon of failed blocks so that they are not found
-        again. `sent` and `received` hold a request once all ranks have named it; `failed` is the union.
+        """All ranks have reported: release what was loaded, and tell the daemon of failed blocks.
+
+        `sent` and `received` hold a request once all ranks have named it; `failed` is the union. The next lookup of a
+        failed block is a miss.
         """
 
     @abstractmethod

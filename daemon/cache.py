@@ -374,7 +374,7 @@ class Cache:
             del self._pending_owner[row]
         self.residency.counters["stored_blocks"] += len(rows)
         self.residency.counters["stored_bytes"] += len(rows) * reservation.space.block_bytes
-        self.residency.wake()
+        self.residency.stored(rows, reservation.space.size_class)
 
     def abort(self, attachment: Attachment, writer: Writer | None, number: int, blocks: U32 | None) -> None:
         """Gives up these blocks (None: all) and what is chained below them.

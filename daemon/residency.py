@@ -116,6 +116,7 @@ class Residency:
         self._clean: list[int] = []  # size class → rows that lie in DRAM and on disk
         self._clean_victims: list[VictimQueue] = []
         self._dirty_victims: list[VictimQueue] = []
+        self._fresh: list[list[U32]] = []  # stored since, and to be copied to disk at once
         self._demotable: list[VictimQueue] = []  # dirty, and the disk takes them
         self._disk_victims: list[VictimQueue] = []
         self._starved: set[int] = set()  # classes that wait for a slab of another class
@@ -201,6 +202,7 @@ class Residency:
 
         self._clean_victims.append(VictimQueue(in_dram(clean=True), score, clean))
         self._dirty_victims.append(VictimQueue(in_dram(clean=False), score, dirty))
+        self._fresh.append([])
         self._demotable.append(VictimQueue(in_dram(clean=False), score, admitted))
         self._disk_victims.append(VictimQueue(on_disk, score, disposable))
         return number
@@ -368,14 +370,16 @@ class Residency:
     def _plan_dram_demotion(self, size_class: int, slot_bytes: int, everything: bool) -> Demotion | None:
         assert self.disk is not None
         pool = self.dram.pool
-        if not everything and self._settings.disk.write_policy != "through":
+        batch = max(1, DEMOTION_BATCH_BYTES // slot_bytes)
+        rows = self._take_fresh(size_class, batch)
+        if not len(rows) and not everything:
             target = 2 * self._settings.dram.low_watermark.of(pool.capacity)
             easy = pool.free_slots(slot_bytes) + self._clean[size_class]
             if easy * slot_bytes >= target:
                 return None
-        self.wants_cleaning = True
-        batch = max(1, DEMOTION_BATCH_BYTES // slot_bytes)
-        rows = self._newest_dirty(size_class, batch) if everything else self._demotable[size_class].take(batch)
+        if not len(rows):
+            self.wants_cleaning = True
+            rows = self._newest_dirty(size_class, batch) if everything else self._demotable[size_class].take(batch)
         if not len(rows):
             return None
         index = self.index
@@ -387,6 +391,25 @@ class Residency:
         if not len(rows):
             return None
         return Demotion(Tier.DRAM, size_class, rows, index.dram[rows], slots)
+
+    def stored(self, rows: U32, size_class: int) -> None:
+        """These rows have become ready, or came down from HBM: they lie in memory alone."""
+        if self.disk is not None and self._settings.disk.write_policy == "through":
+            self._fresh[size_class].append(rows[self.index.dram[rows] != NO_SLOT])
+        self.wake()
+
+    def _take_fresh(self, size_class: int, count: int) -> U32:
+        """Blocks to write through. One that is gone or busy meanwhile is left to the watermark."""
+        fresh = self._fresh[size_class]
+        if not fresh:
+            return np.empty(0, dtype=np.uint32)
+        waiting = np.concatenate(fresh)
+        fresh[:] = [waiting[count:]] if len(waiting) > count else []
+        index = self.index
+        rows: U32 = np.unique(waiting[:count])
+        good = (index.state[rows] == RowState.READY) & (index.busy[rows] == 0)
+        good &= (index.dram[rows] != NO_SLOT) & (index.disk[rows] == NO_SLOT)
+        return rows[good]
 
     def _newest_dirty(self, size_class: int, count: int) -> U32:
         """Dirty blocks, newest first and so heads first: an end that runs out of time leaves whole prefixes behind."""
@@ -470,6 +493,7 @@ class Residency:
             self.dram.pool.ready(targets[good])
             index.dram[rows[good]] = targets[good]
             self.dram.free(targets[~good])
+            self.stored(rows[good], plan.size_class)
             if self._settings.dram.write_policy != "through":
                 self._drop_hbm(rows[good & (index.pins[rows] == 0)])
         else:

@@ -39,26 +39,31 @@ class VictimQueue:
         self._next = 0
 
     def take(self, count: int) -> Rows:
-        """Up to `count` usable rows, lowest scores first. They leave the queue, whatever the caller does with them."""
-        taken: list[Rows] = []
-        refilled = False
-        while count > 0:
+        """Up to `count` usable rows, lowest scores first, each once.
+
+        They leave the queue, whatever the caller does with them.
+        """
+        taken: Rows = np.empty(0, dtype=np.uint32)
+        least, all_asked = 2 * count, False
+        while len(taken) < count:
             if self._next == len(self._rows):
-                if refilled:
+                if all_asked:
                     break
-                self._refill()
-                refilled = True
+                all_asked = self._refill(least)
+                self._leave_out(taken)
+                least *= REFILL_SHARE  # where most of the lowest are not usable, look at many more
                 continue
-            end = min(self._next + max(2 * count, 64), len(self._rows))
+            left = count - len(taken)
+            end = min(self._next + max(2 * left, 64), len(self._rows))
             rows = self._rows[self._next : end]
             same = np.flatnonzero(self._score(rows) == self._scores[self._next : end])
-            good = same[self._usable(rows[same])]
+            # Asked together with what was taken: a parent may go when its children do.
+            good = same[self._usable(np.concatenate([taken, rows[same]]))[len(taken) :]]
             # Cutting a set of victims short keeps it sound: children stand before their parents.
-            picked = good[:count]
-            self._next = end if len(good) <= count else self._next + int(picked[-1]) + 1
-            taken.append(rows[picked])
-            count -= len(picked)
-        return np.concatenate(taken) if taken else np.empty(0, dtype=np.uint32)
+            picked = good[:left]
+            self._next = end if len(good) <= left else self._next + int(picked[-1]) + 1
+            taken = np.concatenate([taken, rows[picked]])
+        return taken
 
     def lowest(self) -> int:
         """A score that no candidate is below; infinitely high (2^64) when there is none."""
@@ -71,21 +76,29 @@ class VictimQueue:
         return 1 << 64
 
     def add(self, rows: Rows) -> None:
-        """Puts rows in that became candidates since the last refill."""
-        left_rows, left_scores = self._rows[self._next :], self._scores[self._next :]
-        if not len(left_rows):
+        """Puts distinct rows in that became candidates since the last refill."""
+        self._leave_out(rows)
+        if self._next == len(self._rows):
             return  # the next take refills, and finds them
-        merged_rows = np.concatenate([rows, left_rows])
-        merged_scores = np.concatenate([self._score(rows), left_scores])
+        merged_rows = np.concatenate([rows, self._rows[self._next :]])
+        merged_scores = np.concatenate([self._score(rows), self._scores[self._next :]])
         order = np.argsort(merged_scores, kind="stable")
         self._rows, self._scores, self._next = merged_rows[order], merged_scores[order], 0
 
-    def _refill(self) -> None:
+    def _leave_out(self, rows: Rows) -> None:
+        left = self._rows[self._next :]
+        stay = ~np.isin(left, rows)
+        self._rows, self._scores, self._next = left[stay], self._scores[self._next :][stay], 0
+
+    def _refill(self, least: int = 0) -> bool:
+        """Whether these are all candidates there are."""
         rows = self._candidates()
         scores = self._score(rows)
-        keep = max(LEAST_REFILL, len(rows) // REFILL_SHARE)
-        if len(rows) > keep:
+        keep = max(LEAST_REFILL, len(rows) // REFILL_SHARE, least)
+        cut = len(rows) > keep
+        if cut:
             lowest = np.argpartition(scores, keep)[:keep]
             rows, scores = rows[lowest], scores[lowest]
         order = np.argsort(scores)
         self._rows, self._scores, self._next = rows[order], scores[order], 0
+        return not cut

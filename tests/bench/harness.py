@@ -216,7 +216,7 @@ class Daemon:
                 if pool["state"] != "onlining":
                     return
             time.sleep(0.05)
-        raise BenchError(f"the daemon did not come up:\n{self._log.read_text(errors='replace')[-2000:]}")
+        raise BenchError(f"the daemon did not come up:\n{self._tail()}")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
@@ -227,8 +227,14 @@ class Daemon:
         finally:
             self._end()
 
+    def _tail(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")[-4000:]
+
     def _end(self) -> None:
         self._client.close()
+        if sys.exc_info()[0] is not None:
+            self._say("")
+            print(f"the daemon's log:\n{self._tail()}", file=sys.stderr)
         # Nothing that a bench stored is worth the time of writing it down.
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()

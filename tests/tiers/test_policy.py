@@ -103,27 +103,33 @@ def test_nothing_is_found_and_nothing_loops_when_all_is_pinned() -> None:
     assert blocks.scans <= 2
 
 
-def test_what_is_usable_is_asked_together_with_what_was_taken_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_may_go_is_found_behind_however_many_that_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    # D1: "no eviction candidates" only when there are none.
+    monkeypatch.setattr(policy, "LEAST_REFILL", 8)
+    blocks = Blocks(2000)
+    blocks.pinned[:1990] = True
+    assert blocks.evict(4) == [1990, 1991, 1992, 1993]
+    assert blocks.evict(99) == list(range(1994, 2000))
+    assert blocks.scans < 10
+
+
+def test_what_is_usable_is_asked_together_with_what_was_taken_before() -> None:
     # A chain 0 → 1 → … whose parents may only go with their children, cut where the queue looks at 64 rows at a time.
     count = 300
     stamps = np.arange(count, 0, -1, dtype=np.uint64)
-    resident = np.ones(count, dtype=np.bool_)
-    flaky = np.zeros(count, dtype=np.bool_)
 
     def usable(rows: Rows) -> Mask:
-        # Row r may go when all below it go: all rows > r that are resident are named as well.
         named = np.zeros(count, dtype=np.bool_)
         named[rows] = True
-        missing = np.flatnonzero(resident & ~named)
+        missing = np.flatnonzero(~named)
         lowest = int(missing.max()) if len(missing) else -1
-        allowed: Mask = (rows > lowest) & ~flaky[rows]
+        allowed: Mask = rows.astype(np.int64) > lowest
         return allowed
 
-    queue = VictimQueue(
-        lambda: np.flatnonzero(resident).astype(np.uint32), lambda rows: stamps[rows], usable
-    )
-    taken = queue.take(count)
-    assert taken.tolist() == list(range(count - 1, -1, -1))
+    queue = VictimQueue(lambda: np.arange(count, dtype=np.uint32), lambda rows: stamps[rows], usable)
+    queue.take(20)
+    for _ in range(2):
+        assert queue.take(count).tolist() == list(range(count - 1, -1, -1))
 
 
 def test_only_a_share_is_sorted_and_the_order_still_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,235 @@
+"""The daemon's life as a user sees it: start, status, an orderly end, a kill, and what the next start finds."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from engines.scripted import EngineError, eventually, prompt
+
+from kvcascade.config.errors import CascadeError
+
+KVCASCADE = Path(sys.executable).parent / "kvcascade"
+
+
+def serve(daemon, **flags):
+    """A second `kvcascade serve` with the flags of a running daemon, some of them changed."""
+    chosen = {**daemon.flags, **{f"--{name}": value for name, value in flags.items()}}
+    command = [KVCASCADE, "serve", *(part for pair in chosen.items() for part in pair)]
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=20, check=False)
+
+
+def tier(daemon, name):
+    return next(one for one in daemon.status()["tiers"] if one["name"] == name)
+
+
+def at_rest(daemon):
+    """No lease, no pending or quarantined slot, no session of an engine."""
+    status = daemon.status()
+    dram = next(one for one in status["tiers"] if one["name"] == "dram")
+    return status["leases"]["live"] == 0 and not dram["quarantined"] and not dram["pinned"] and not status["sessions"]
+
+
+def files_under(directory):
+    return {str(path.relative_to(directory)) for path in directory.rglob("*")}
+
+
+def shared_memory():
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def test_status_tells_what_runs_and_what_it_holds(daemon, start_engine):
+    engine = start_engine(daemon, family="vllm-like")
+    engine.store(tokens=prompt("a", 4))
+    lease = engine.lookup(tokens=prompt("a", 4))["lease"]
+    status = daemon.status()
+    assert len(bytes.fromhex(status["boot"])) == 16
+    assert (status["pid"], status["socket"]) == (daemon.pid, str(daemon.socket))
+    assert status["uptime_s"] > 0
+    assert status["index"]["blocks"] == 4
+    dram, disk = status["tiers"]
+    assert (dram["name"], dram["state"], dram["capacity"], dram["blocks"], dram["dirty"], dram["pinned"]) == (
+        "dram", "ok", 64 << 20, 4, 4, 4)  # fmt: skip
+    assert (disk["name"], disk["state"], disk["blocks"], disk["directory"]) == ("disk", "ok", 0, str(daemon.disk))
+    (session,) = status["sessions"]
+    assert (session["pid"], session["uid"], session["role"]) == (engine.pid, os.getuid(), "engine")
+    assert (session["engine"]["family"], session["leases"], session["pins"]) == ("vllm-like", 1, 4)
+    (held,) = status["namespaces"]
+    assert (held["blocks"], held["fields"]["model"]) == (4, "a model's digest")
+    assert status["leases"] == {"live": 1, "pins": 4, "oldest": status["leases"]["oldest"]}
+    assert status["leases"]["oldest"][0]["owner"].startswith("vllm-like")
+    assert status["hits"]["tokens"]["miss"] == 0
+    engine.load(lease=lease, count=4)
+    assert daemon.status()["hits"]["tokens"]["dram"] == 4 * 16
+
+
+def test_a_restart_finds_the_blocks_on_disk(daemon, start_engine):
+    engine = start_engine(daemon)
+    engine.store(tokens=prompt("a", 8))
+    before = engine.attach()["boot"]
+    daemon.restart()
+    assert daemon.status()["recovered"]["blocks"] == 8
+    # Not told of the restart, the engine attaches anew by itself: another boot, and the bytes come from disk.
+    got = eventually(lambda: _fetched(engine, prompt("a", 8)))
+    assert got == {"matched": 8, "loaded": 8, "foreign": 0, "tiers": [2] * 8}
+    assert engine.attach()["boot"] != before
+
+
+def _fetched(engine, tokens):
+    try:
+        return engine.fetch(tokens=tokens)
+    except EngineError:  # its back-off has not passed
+        return None
+
+
+def test_start_and_stop_may_alternate(daemon, start_engine):
+    tokens = prompt("a", 4)
+    for cycle in range(3):
+        engine = start_engine(daemon)
+        got = engine.fetch(tokens=tokens)
+        assert (got["loaded"], got["foreign"]) == ((4, 0) if cycle else (0, 0))
+        engine.store(tokens=tokens)
+        engine.close()
+        daemon.restart()
+    assert daemon.status()["recovered"]["blocks"] == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_in_order_with_engines_attached(daemon, start_engine, number):
+    engine = start_engine(daemon)
+    engine.store(tokens=prompt("a", 4))
+    os.kill(daemon.pid, number)
+    assert daemon.process.wait(10) == 0
+    daemon.process = None
+    assert not daemon.socket.exists()
+    outcome = engine.timed(step="lookup", tokens=prompt("a", 4))
+    assert outcome["error"] == "DaemonUnavailable"
+    assert outcome["seconds"] < 1
+
+
+def test_the_end_waits_for_what_is_being_stored(daemon, start_engine):
+    engine = start_engine(daemon)
+    engine.reserve(tokens=prompt("a", 4))
+    engine.write()
+    os.kill(daemon.pid, signal.SIGTERM)
+    eventually(lambda: _refused(engine))
+    assert engine.commit() == {"ready": 4, "gone": 0}
+    assert daemon.process.wait(10) == 0
+    daemon.start()
+    assert daemon.status()["recovered"]["blocks"] == 4
+
+
+def _refused(engine):
+    try:
+        engine.lookup(tokens=prompt("b", 1))
+        engine.reserve_other(tokens=prompt("b", 1))
+    except EngineError as error:
+        return "ending" in str(error)
+    return False
+
+
+def test_the_end_comes_by_its_deadline_whatever_engines_hold(start_daemon, start_engine):
+    daemon = start_daemon(daemon_drain_deadline="1s")
+    engine = start_engine(daemon)
+    engine.store(tokens=prompt("a", 4))
+    engine.reserve(tokens=prompt("b", 4))
+    engine.freeze()
+    began = time.monotonic()
+    assert daemon.stop() == 0
+    assert time.monotonic() - began < 4
+    daemon.start()
+    # What was committed is there, what was not is nowhere.
+    assert daemon.status()["recovered"]["blocks"] == 4
+
+
+def test_a_second_daemon_on_the_socket_is_refused_and_the_first_goes_on(daemon, tmp_path):
+    second = serve(daemon, disk=tmp_path / "disk")
+    assert second.returncode == 2
+    assert f"pid {daemon.pid}" in second.stderr
+    assert "Traceback" not in second.stderr
+    assert daemon.status()["pid"] == daemon.pid
+
+
+def test_a_second_daemon_on_the_disk_directory_is_refused_and_the_first_goes_on(daemon, tmp_path):
+    second = serve(daemon, socket=tmp_path / "s")
+    assert second.returncode in (2, 4)
+    assert str(daemon.disk) in second.stderr
+    assert "Traceback" not in second.stderr
+    assert not (tmp_path / "s").exists()
+    assert daemon.check() == []
+
+
+def test_a_socket_path_that_cannot_be_had_is_refused_by_name(daemon, tmp_path):
+    for path in (tmp_path / ("x" * 120), tmp_path / "file" / "s", Path("/proc/s")):
+        (tmp_path / "file").touch()
+        second = serve(daemon, socket=path, disk=tmp_path / "disk")
+        assert second.returncode == 2, second.stderr
+        assert "daemon.socket" in second.stderr
+        assert "Traceback" not in second.stderr
+
+
+def test_a_dead_daemons_socket_is_swept_away(daemon):
+    daemon.kill()
+    assert daemon.socket.exists()
+    daemon.start()
+    assert daemon.check() == []
+
+
+def test_five_kills_leave_nothing_that_the_next_start_does_not_clean(daemon, start_engine):
+    # C13: nothing piles up in /dev/shm, in the socket's directory or on disk, and the memory comes back.
+    shm, run = shared_memory(), files_under(daemon.socket.parent)
+    daemon.restart()
+    disk = files_under(daemon.disk)
+    for round_ in range(5):
+        engine = start_engine(daemon)
+        assert engine.store(tokens=prompt(f"a {round_}", 32))["ready"] == 32
+        engine.reserve(tokens=prompt(f"b {round_}", 32))
+        daemon.kill()
+        engine.kill()
+        daemon.start()
+        assert at_rest(daemon)
+        assert shared_memory() <= shm
+        assert files_under(daemon.socket.parent) <= run
+        assert {name.replace("slab-32768", "slab-*") for name in files_under(daemon.disk)} - disk <= {"slab-*.dat"}
+    # The fifth daemon stores and loads as the first did.
+    engine = start_engine(daemon)
+    engine.store(tokens=prompt("c", 32))
+    assert engine.fetch(tokens=prompt("c", 32))["loaded"] == 32
+
+
+def test_engines_that_are_killed_leave_nothing_in_the_daemon(daemon, start_engine):
+    # C1: pins, reservations, descriptors and sessions of dead processes come back.
+    warm = start_engine(daemon)
+    warm.store(tokens=prompt("a", 8))
+    warm.close()
+    descriptors = eventually(lambda: at_rest(daemon) and len(os.listdir(f"/proc/{daemon.pid}/fd")))
+    for _ in range(3):
+        engine = start_engine(daemon)
+        engine.lookup(tokens=prompt("a", 8))
+        engine.reserve(tokens=prompt("b", 64))
+        engine.write(part=0.5)
+        engine.kill()
+        eventually(lambda: at_rest(daemon))
+    assert daemon.status()["index"]["blocks"] == 8
+    eventually(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) == descriptors)
+
+
+def test_a_session_above_the_limit_is_told_so(start_daemon, start_engine):
+    daemon = start_daemon(limits_sessions="2")
+    first, second = start_engine(daemon), start_engine(daemon)
+    first.attach()
+    second.attach()
+    with pytest.raises(CascadeError, match=r"limits\.sessions"):
+        daemon.status()
+    second.close()
+    assert eventually(lambda: _status(daemon))["sessions"][0]["pid"] == first.pid
+
+
+def _status(daemon):
+    try:
+        return daemon.status()
+    except CascadeError:
+        return None
