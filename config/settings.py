@@ -290,7 +290,7 @@ class DiskSettings(Section):
     name: ClassVar[str] = "disk"
     directory: Path | None = setting("", _optional_path, "where the blocks lie; empty for no disk tier")
     capacity: Capacity = setting("10%", _capacity(MIN_POOL), "size, or share of the directory's file system")
-    threads: int = setting("4", _count(1, 64), "threads that read and write")
+    threads: int = setting("8", _count(1, 64), "threads that read and write")
     write_policy: str = setting("back", _choice("back", "through", "on-reuse"), "when blocks in dram are copied here")
 
 

@@ -12,12 +12,13 @@ them into `SafeScheduler` and `SafeWorker`, and translate the engine's own hooks
       then                                      finished()  →  Report, back to the engine
     on the scheduler                            completed(report), once all ranks have reported
     a request ends, for whatever reason         finished(request_id, blocks, final_tokens)  →  keep its blocks?
+
 The life of a load: `match` leases the leading blocks; `allocated` says where they shall go; the next plan holds a
 `Transfer` with slots; a worker copies, then proves by the slots' generations that the bytes were still those; its
 report names the request, and the blocks whose bytes are in doubt, which the engine recomputes and `completed` tells to
 the daemon.
-The life of a save: a step makes tokens final; its plan reserves slots for the new full blocks; after the
-forward a worker copies and commits its own heads.
+The life of a save: a step makes tokens final; its plan reserves slots for the new full blocks; after the forward a
+worker copies and commits its own heads.
 
 The rules, for every engine:
 

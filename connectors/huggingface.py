@@ -414,6 +414,7 @@ class PrefixCache:
         weights_epoch: str = "",
         timeout: float = 1.0,
         wait: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Attach `model`, which must be in memory and in eval mode.
 
@@ -435,6 +436,7 @@ class PrefixCache:
         self._socket = socket
         self._timeout = timeout
         self._wait = wait
+        self._clock = clock
         namespace = namespace_of(model, self._shape, block_tokens=block_tokens, seed=seed, weights_epoch=weights_epoch)
         # All of this changes under _lock, except what a session changes in itself.
         self._lock = threading.Lock()
@@ -656,7 +658,7 @@ class PrefixCache:
         """What the daemon answered, or None and why. `weights`: the state of the model that the question is about."""
         try:
             session = self._session_now(weights)
-            if time.monotonic() < self._not_before:
+            if self._clock() < self._not_before:
                 raise DaemonUnavailable("the daemon did not answer lately and is left alone")
             was_attached = session.attached
             try:
@@ -685,7 +687,7 @@ class PrefixCache:
 
     def _leave_alone(self) -> None:
         self._pause = min(30.0, max(1.0, 2 * self._pause))
-        self._not_before = time.monotonic() + self._pause
+        self._not_before = self._clock() + self._pause
 
     def _session_now(self, weights: int) -> Session:
         """The session of this model in this process. Raises Refused where the model must not be used as it is now."""
@@ -722,6 +724,7 @@ class PrefixCache:
             engine=(PRODUCER, transformers.__version__),
             socket_path=self._socket,
             timeout=self._timeout,
+            clock=self._clock,
         )
 
     def _slots(self, pools: Mapping[int, MappedPool], which: NDArray[np.uint8], pages: NDArray[np.uint32]) -> list[Any]:

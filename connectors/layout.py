@@ -10,15 +10,15 @@ order, or layers that share memory, are refused as well.
 
 Letters, as in vLLM's KVCacheLayout: L layer, B engine block (page), H KV head, N token of a block, K the planes (k, v),
 D head dim, C content of a token and head (k then v, or the latent).
-
-How the copies are made (CPU ms/GB as a share of memcpy's 85-105 in the same run, bf16, 2 busy cores AMD EPYC): one
-`np.copyto` a block over rows of an opaque dtype as wide as a token's vector, so that the inner loop is a memcpy a row.
-With elements of 2 or 16 bytes instead it is 1.2x dearer, through torch's `copy_` 1.3x, in a call a layer 1.3x, staged
-through the cache in any order 1.2-1.6x. Loads of 2 MiB blocks in `LKBNHD` reach 0.84-0.97 of memcpy. Stores reach
-0.60-0.70 so, because np.copyto goes in the slot's order and reads short rows far apart; writing rows through an index
-array goes in the engine's order and reaches 0.77-0.86 where the heads are innermost (`..NHD`, four or more), so that
-case does it. 64 KiB blocks reach 0.65-0.85, of which the engine's scattered pieces of 4-8 KiB are the cost: a copy
-without any transposition reaches 0.75-0.86.
+How the copies are made (CPU ms/GB, bf16, 2 busy cores AMD EPYC with glibc 2.36): one `np.copyto` a block over rows of
+an opaque dtype as wide as a token's vector, so that the inner loop is a memcpy a row. With elements of 2 or 16 bytes it
+is 1.2x dearer, through torch's `copy_` 1.1-1.4x, in a call a layer 1.1-1.3x, staged through the cache in any order
+1.2-1.6x. Where the heads are innermost (`..NH.`, four or more), rows are stored through an index array instead, in the
+engine's order: 113-121 against 145-174; with fewer heads or in other orders that was no cheaper. What remains is the
+price of short rows: evenly spaced rows of 256 B-8 KiB take 127-146, of 16 KiB 120, of 64 KiB 112, whole blocks 97
+(memcpy of large pieces need not read its destination first: the likely cause, not proven). As a share of memcpy's
+throughput, 2 MiB blocks in `LKBNHD` are stored at 0.69-0.72 (0.82 from huge pages) and loaded at 0.75-0.86, in `LBHNC`
+0.62-0.70 and 0.68-0.78; 64 KiB blocks of one pool 0.60-0.73 and 0.65-0.80, given as views 0.08 less.
 """
 
 from __future__ import annotations

@@ -529,7 +529,8 @@ class Session:
     ) -> Reservation:
         """Ask for slots for the blocks [start, n) of the chain ``hashes``; never waits for room.
 
-        ``tokens``: the token ids of these blocks, where the daemon keeps them. Fill the slots inside ``copying``, then
+        ``tokens``: the token ids of these blocks, where the daemon keeps them; of the whole chain, and needed, with a
+        hash that can collide. Fill the slots inside ``copying``, then
         ``commit``; what is not committed goes by ``abort`` or the lease's deadline. Raises DaemonUnavailable, Refused,
         ProtocolError.
         """

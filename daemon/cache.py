@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvcascade.config.errors import ProtocolError, Refused
 from kvcascade.config.settings import Settings
+from kvcascade.tiers.block import head_range
 from kvcascade.tiers.namespace import Namespace
 
 from .index import NO_ROW, NO_SLOT, U8, U32, RowState
@@ -67,9 +68,11 @@ class Cache:
         residency.give_up = self._give_up_rows
 
     def attach(self, namespace: Namespace, ranks: int, engine: str) -> Attachment:
-        """A new attachment of an engine with `ranks` ranks."""
+        """A new attachment of an engine with `ranks` ranks; LayoutMismatch when its KV heads cannot be split so."""
         if not 1 <= ranks <= MAX_RANKS:
             raise Refused(f"ranks: {ranks} is not between 1 and {MAX_RANKS}")
+        for shape in namespace.groups:
+            head_range(shape.kv_heads, ranks, 0, shape.kind)
         spaces = tuple(self.residency.space(namespace, group) for group in range(len(namespace.groups)))
         attachment = Attachment(secrets.token_bytes(16), spaces, ranks, engine)
         self.attachments[attachment.token] = attachment
@@ -93,13 +96,10 @@ class Cache:
         attachment = writer.attachment
         if not writer.lost:
             self._give_up_rank(writer)
-        writers = attachment.writers.get(writer.rank, set())
-        writers.discard(writer)
+        attachment.writers.get(writer.rank, set()).discard(writer)
         for reservation in list(attachment.reservations.values()):
-            if writers:
-                self._fence_rank(reservation, writer.rank)
-            else:
-                self._clear(reservation, np.flatnonzero(reservation.state == Entry.GONE), writer.rank)
+            self._clear(reservation, np.flatnonzero(reservation.state == Entry.GONE), writer.rank)
+            self._fence_rank(reservation, writer.rank)
         self._forget_if_over(attachment)
 
     def end_leases(self, attachment: Attachment) -> None:
@@ -148,9 +148,10 @@ class Cache:
             # What was promoted for this request still counts as a hit of the tier that it came from.
             tiers[:shared] = np.where(same, old.origin[:shared], tiers[:shared])
         lease = 0
-        if pin and len(rows):
+        if pin:
             rows = rows[: self._budget(attachment, space, old)]
             tiers = tiers[: len(rows)]
+        if pin and len(rows):
             lease = self._pin(attachment, space, request, rows, tiers, old)
         elif old is not None and not len(rows):
             self.release(attachment, [old.number])
@@ -263,7 +264,8 @@ class Cache:
         """Slots for the blocks [start, n) of a chain that are not here yet; never waits for room.
 
         `hole` is the first block below `start` that is missing: nothing stored above it could ever be found, so
-        nothing is reserved and the caller may offer again from there.
+        nothing is reserved and the caller may offer again from there. `tokens` are those of [start, n), or of the whole
+        chain where hashes can collide: below a block of other tokens a block would be found under the wrong prefix.
         """
         space = self._space(attachment, group)
         keys = self.residency.keys(space, hashes)
@@ -272,14 +274,17 @@ class Cache:
             raise ProtocolError(f"field 'start': {start} is not within the chain's {total} blocks")
         width = space.shape.block_tokens
         token_ids = _token_ids(tokens)
-        if len(token_ids) not in ((total - start) * width, 0) or (space.keeps_tokens and not len(token_ids)):
-            raise ProtocolError(f"field 'tokens': {len(token_ids)} token ids for {total - start} blocks of {width}")
+        told = 0 if space.keeps_tokens else start  # the first block whose token ids are given
+        if len(token_ids) != (total - told) * width and (space.keeps_tokens or len(token_ids)):
+            raise ProtocolError(f"field 'tokens': {len(token_ids)} token ids for {total - told} blocks of {width}")
         index = self.residency.index
         self.residency.counters["stores"] += 1
         found = index.find(space.number, keys)
-        resident = self.residency.leading_run(space, found, ready=False)
-        index.touch(resident)
         states = np.full(total - start, BlockState.NO_ROOM, dtype=np.uint8)
+        resident = self.residency.leading_run(space, found, ready=False)
+        if len(self._verify_tokens(space, resident, tokens)) < len(resident):
+            return Reserved(0, states, NO_SLOTS, None)
+        index.touch(resident)
         foreign = self._first_in_flight(attachment, resident)
         have = len(resident)
         if foreign < have:
@@ -307,9 +312,9 @@ class Cache:
             self.residency.counters["refused_no_room"] += len(fresh)
             return nothing
         self.residency.counters["refused_no_room"] += len(fresh) - len(pages)
-        rows = index.insert_chain(space.number, fresh[: len(pages)], parent, space.size_class)
+        rows = index.insert_chain(space.number, fresh[: len(pages)], resident[:have], space.size_class)
         if len(token_ids):
-            kept = token_ids.reshape(-1, width)[have - start : have - start + len(rows)]
+            kept = token_ids.reshape(-1, width)[have - told : have - told + len(rows)]
             index.keep_tokens(rows, kept)
         now = self._clock()
         required = attachment.required(space, have, len(rows))
@@ -442,16 +447,13 @@ class Cache:
         attachment.quarantined_bytes += len(entries) * reservation.space.slot_bytes
         self.residency.counters["abandoned_blocks"] += len(entries)
         for rank in range(attachment.ranks):
-            if attachment.writers.get(rank):
-                self._fence_rank(reservation, rank)
-            else:
-                self._clear(reservation, entries, rank)
+            self._clear(reservation, entries, rank)
+            self._fence_rank(reservation, rank)
 
     def _give_up_rows(self, rows: U32) -> None:
-        """Gives up pending rows whose chain is forgotten."""
+        """Gives up pending rows that are about to be forgotten."""
         for row in rows.tolist():
             self._quarantine_row(row)
-        self.residency.remove(rows)
 
     def _quarantine_row(self, row: int) -> None:
         owner = self._pending_owner.get(row)
@@ -460,21 +462,28 @@ class Cache:
 
     def _fence_rank(self, reservation: Reservation, rank: int) -> None:
         """Asks the connected sessions of a rank about the given-up slots that it may be writing."""
-        held = reservation.remaining[reservation.state == Entry.GONE]
-        if (held & np.uint64(1 << rank)).any():
+        written = (reservation.remaining & np.uint64(1 << rank)) != 0
+        entries = np.flatnonzero(written & (reservation.state == Entry.GONE))
+        if len(entries):
             self._fences += [
-                Fence(next(self._numbers), writer, (reservation.number,))
-                for writer in reservation.attachment.writers[rank]
+                Fence(next(self._numbers), writer, (reservation.number,), entries)
+                for writer in reservation.attachment.writers.get(rank, ())
                 if not writer.lost
             ]
 
     def _clear(
         self, reservation: Reservation, entries: npt.NDArray[np.int64], rank: int, writer: Writer | None = None
     ) -> None:
-        """`rank` cannot be writing the slots of these given-up blocks any more; `writer` says so for itself alone."""
-        others = reservation.attachment.writers.get(rank, set()) - ({writer} if writer else set())
-        if others:
-            return  # a session of the same rank that lost its socket may still be in the middle of a copy
+        """A session of `rank` is gone, or `writer` says that it is not writing the slots of these given-up blocks.
+
+        They stay while another session of the rank has not said so: one that lost its socket may be in mid-copy.
+        """
+        if writer is not None:
+            fresh = np.zeros(len(reservation.rows), dtype=np.bool_)
+            reservation.answered.setdefault(writer.token, fresh)[entries] = True
+        for other in reservation.attachment.writers.get(rank, ()):
+            spoken = reservation.answered.get(other.token)
+            entries = entries[:0] if spoken is None else entries[spoken[entries]]
         reservation.remaining[entries] &= ~np.uint64(1 << rank)
         self._close(reservation, entries[reservation.remaining[entries] == 0])
         self._close_if_over(reservation)
@@ -501,13 +510,15 @@ class Cache:
 
     def fenced(self, writer: Writer, number: int) -> None:
         """`writer` answers a fence: its copies into the leases' slots have ended."""
-        fence = self._asked.pop(number, None)
+        fence = self._asked.get(number)
         if fence is None or fence.writer is not writer:
             raise Refused(f"fence: {number} was not asked of this session")
+        del self._asked[number]
         for lease in fence.leases:
             reservation = writer.attachment.reservations.get(lease)
             if reservation is not None:
-                self._clear(reservation, np.flatnonzero(reservation.state == Entry.GONE), writer.rank, writer)
+                gone = fence.entries[reservation.state[fence.entries] == Entry.GONE]
+                self._clear(reservation, gone, writer.rank, writer)
 
     def take_fences(self) -> list[Fence]:
         """The fences to send, each once."""

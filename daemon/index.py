@@ -35,6 +35,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HIGH = np.uint64(0xFFFFFFFF00000000)
 _TOMB = np.uint64(0xFFFFFFFF)  # the low half of a live entry is row + 1, which never reaches this
 _MIX = 0x9E3779B97F4A7C15
+_LATEST = np.uint64(1 << 62)  # a recorded stamp beyond it is taken for it: new ones must stay larger
 
 
 class RowState(IntEnum):
@@ -121,14 +122,14 @@ class Index:
         self._high = 0  # rows [0, high) have been used at some time
         self._free = np.zeros(capacity, dtype=np.uint32)
         self._free_count = 0
-        self._kids = np.zeros(capacity, dtype=np.uint32)  # scratch of childless_in_order, zero between calls
+        self._place = np.zeros(capacity, dtype=np.uint32)  # scratch of childless_in_order, zero between calls
         self.block_tokens: dict[int, int] = {}  # space → tokens a block, filled by the owner
         self._table: U64 = np.zeros(4 * capacity, dtype=np.uint64)
         self._mask = np.uint64(len(self._table) - 1)
 
     _COLUMNS = (
         "key", "space", "parent", "children", "pins", "busy", "state", "stamp",
-        "hbm", "dram", "disk", "size_class", "reused", "token_slot", "_free", "_kids",
+        "hbm", "dram", "disk", "size_class", "reused", "token_slot", "_free", "_place",
     )  # fmt: skip
 
     # ---- finding
@@ -166,12 +167,13 @@ class Index:
 
     # ---- adding and removing
 
-    def insert_chain(self, space: int, keys: U64, parent: int, size_class: int) -> U32:
-        """Adds absent `keys`, each the child of the one before it, the first of `parent` (NO_ROW: it begins a chain).
+    def insert_chain(self, space: int, keys: U64, above: U32, size_class: int) -> U32:
+        """Adds absent `keys` to the chain of rows `above` (first block first; empty: they begin one), in order.
 
-        The rows are PENDING, without copies, and newer than all others (tail first). Returns them.
+        The rows are PENDING, without copies; the whole chain is stamped. Returns the new rows.
         """
         count = len(keys)
+        parent = int(above[-1]) if len(above) else NO_ROW
         rows = self._take_rows(count)
         self.key[rows] = keys
         self.space[rows] = space
@@ -183,15 +185,16 @@ class Index:
             self.children[parent] += 1
         self.state[rows] = RowState.PENDING
         self.size_class[rows] = size_class
-        self.touch(rows)
+        self.touch(np.concatenate([above, rows]))
         self._link(rows)
         return rows
 
     def insert_bulk(self, spaces: U32, keys: U64, parents: U64, has_parent: Mask, stamps: U64) -> U32:
         """Adds many READY blocks at once (recovery), with `parents` their parents' keys (n, 4).
 
-        Returns rows, NO_ROW for those not kept: a second record of a key, or a block whose chain has a hole above it.
-        Stamps are repaired where needed, so that a parent's is larger than its children's.
+        The index must be empty of these spaces. Returns rows, NO_ROW for those not kept: a second record of a key, or a
+        block whose chain has a hole above it or no beginning. Stamps are repaired where needed, so that a parent's is
+        larger than its children's.
         """
         count = len(keys)
         rows = self._take_rows(count)
@@ -210,6 +213,7 @@ class Index:
             parent_row[chained] = self.find(int(space), parents[chained])
         lost |= has_parent & (parent_row == NO_ROW)
         self.parent[rows] = parent_row
+        lost |= self._depth(rows) < 0
         np.add.at(self.children, parent_row[parent_row != NO_ROW], np.uint32(1))
         gone = self.with_descendants(rows[lost])
         freed, _ = self.remove(gone)
@@ -220,6 +224,9 @@ class Index:
 
     def _restamp(self, rows: U32, stamps: U64) -> None:
         """Gives `rows` fresh stamps in the order of `stamps`, each parent after its newest descendant."""
+        stamps = np.minimum(stamps, _LATEST)
+        # Later than all that was ever recorded: what the next start finds is in order, whichever start wrote it.
+        self._clock = max(self._clock, int(stamps.max(initial=0)))
         self.stamp[rows] = stamps
         depth = self._depth(rows)
         by_depth = rows[np.argsort(-depth, kind="stable")]
@@ -233,15 +240,17 @@ class Index:
         self._clock += len(rows)
 
     def _depth(self, rows: U32) -> npt.NDArray[np.int64]:
-        """Blocks above each row in its chain, by pointer doubling: O(n log depth)."""
+        """Blocks above each row in its chain, -1 where it has no beginning; by pointer doubling: O(n log depth)."""
         jump = self.parent[: self._high].astype(np.int64)
         jump[jump == NO_ROW] = self._high
         jump = np.append(jump, self._high)
         depth = (jump != self._high).astype(np.int64)
-        while (jump != self._high).any():
+        for _ in range(self._high.bit_length()):
+            if (jump == self._high).all():
+                break
             depth += depth[jump]
             jump = jump[jump]
-        result: npt.NDArray[np.int64] = depth[rows]
+        result: npt.NDArray[np.int64] = np.where(jump == self._high, depth, -1)[rows]
         return result
 
     def remove(self, rows: U32) -> tuple[U32, U32]:
@@ -286,10 +295,9 @@ class Index:
         jump[jump == NO_ROW] = self._high
         below = np.zeros(self._high + 1, dtype=np.bool_)
         below[rows] = True
-        while True:
-            reached = below | below[jump]
+        for _ in range(self._high.bit_length()):  # parents that are no chain, as records may claim, never end
+            below |= below[jump]
             jump = jump[jump]
-            below = reached
             if (jump == self._high).all():
                 break
         state = self.state[: self._high]
@@ -305,18 +313,24 @@ class Index:
         self._clock += count
 
     def childless_in_order(self, rows: U32) -> Mask:
-        """Which of `rows` may go together and leave no child behind: all their resident children go with them."""
-        chosen: Mask = np.ones(len(rows), dtype=np.bool_)
-        while True:
-            picked = rows[chosen]
-            parents = self.parent[picked]
-            parents = parents[parents != NO_ROW]
-            np.add.at(self._kids, parents, np.uint32(1))
-            keep: Mask = chosen & (self.children[rows] == self._kids[rows])
-            self._kids[parents] = 0
-            if (keep == chosen).all():
-                return keep
-            chosen = keep
+        """Which of `rows` (distinct) may go together and leave no child behind: all their children go with them."""
+        count = len(rows)
+        # Each row's parent as its place among `rows` plus one, 0 for a parent that is not one of them.
+        self._place[rows] = np.arange(1, count + 1, dtype=np.uint32)
+        parents = self.parent[rows]
+        have = parents != NO_ROW
+        above = np.zeros(count + 1, dtype=np.int64)
+        above[1:][have] = self._place[parents[have]]
+        self._place[rows] = 0
+        stays = np.zeros(count + 1, dtype=np.bool_)
+        stays[1:] = self.children[rows] != np.bincount(above[1:], minlength=count + 1)[1:]
+        # What stays holds all above it, by pointer doubling: a chain of thousands takes a dozen rounds.
+        while above.any():
+            stays[above[stays]] = True
+            stays[0] = False
+            above = above[above]
+        chosen: Mask = ~stays[1:]
+        return chosen
 
     # ---- tokens
 
@@ -461,6 +475,6 @@ class Index:
         nowhere = (self.hbm[ready] == NO_SLOT) & (self.dram[ready] == NO_SLOT) & (self.disk[ready] == NO_SLOT)
         if nowhere.any():
             wrong.append(f"index: {int(nowhere.sum())} ready blocks have no copy")
-        if self._kids.any():
+        if self._place.any():
             wrong.append("index: scratch column is dirty")
         return wrong

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvcascade.config.errors import Refused
 from kvcascade.tiers.block import committers
 
-from .index import U8, U32, U64
+from .index import U8, U32, U64, Mask
 from .residency import Space
 
 MAX_RANKS = 64  # committed ranges are kept as one bit a rank
@@ -74,6 +74,7 @@ class Reservation:
     state: U8
     deadline: float
     created: float
+    answered: dict[bytes, Mask] = field(default_factory=dict)  # writer's token → entries whose slots it has let go of
 
     def entries(self, blocks: U32) -> npt.NDArray[np.int64]:
         """Positions of `blocks` (indices in the chain); raises Refused for one that is not reserved here."""
@@ -118,10 +119,14 @@ class Attachment:
         return np.array(period, dtype=np.uint64)[np.arange(first, first + count) % self.ranks]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Fence:
-    """Ask `writer` to finish or give up its copies into the slots of these leases."""
+    """Ask `writer` to finish or give up its copies into the slots of these leases.
+
+    Its answer speaks of `entries` of the lease alone: others, given up after it was asked, may be copied into since.
+    """
 
     number: int
     writer: Writer
     leases: tuple[int, ...]
+    entries: npt.NDArray[np.int64]

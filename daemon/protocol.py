@@ -31,8 +31,8 @@ lookup          hashes, group, request (<= 128 B; asking again with it      leas
 load            lease, count, wait_ms (for promotions)                      count (leading part in memory), pools u8,
                                                                             pages u32, generations u32
 release         leases u64                                                  -- (idempotent)
-reserve         hashes, group, start, tokens u32 of [start, n) or empty,    lease, states u8 of [start, n); pools u8,
-                request                                                     pages u32, generations u32, an entry a
+reserve         hashes, group, start, tokens u32 of [start, n) or empty     lease, states u8 of [start, n); pools u8,
+                (of [0, n) with a hash that can collide), request           pages u32, generations u32, an entry a
                                                                             SLOT; hole (a missing parent block < start
                                                                             or n), if any
 commit          lease, blocks u32 (indices in the chain)                    ready (became ready), gone (expired)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from kvcascade.config.errors import CascadeError, ProtocolError, Refused
 from kvcascade.config.settings import Settings
 from kvcascade.tiers.block import CRYPTOGRAPHIC, HASH_BYTES, KVGroup
-from kvcascade.tiers.disk import DiskTier, Recovery
+from kvcascade.tiers.disk import DiskTier, Recovery, slot_size
 from kvcascade.tiers.dram import DramTier
 from kvcascade.tiers.hbm import HbmTier
 from kvcascade.tiers.namespace import Namespace
@@ -35,6 +35,7 @@ from .protocol import POOL_DRAM, POOL_HBM, Tier, decode_body
 
 DEMOTION_BATCH_BYTES = 32 << 20
 MAX_SIZE_CLASSES = 255  # a u8 column
+NEVER = 1 << 64  # later than every stamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class Move:
 
 
 class Residency:
-    """The blocks of a node and their copies. `give_up` is called for pending rows whose chain is forgotten."""
+    """The blocks of a node and their copies. `give_up` is called for pending rows that are about to be forgotten."""
 
     def __init__(
         self, settings: Settings, *, dram: DramTier, hbm: HbmTier | None = None, disk: DiskTier | None = None
@@ -190,6 +191,12 @@ class Residency:
             result: Mask = idle(rows) & (index.dram[rows] != NO_SLOT) & (index.disk[rows] == NO_SLOT)
             return result
 
+        def droppable(rows: U32) -> Mask:
+            good = dirty(rows)
+            last = good & (index.hbm[rows] == NO_SLOT)
+            good[last] = index.childless_in_order(rows[last])
+            return good
+
         def admitted(rows: U32) -> Mask:
             result: Mask = dirty(rows) & (index.reused[rows] >= least_reuse)
             return result
@@ -201,7 +208,7 @@ class Residency:
             return good
 
         self._clean_victims.append(VictimQueue(in_dram(clean=True), score, clean))
-        self._dirty_victims.append(VictimQueue(in_dram(clean=False), score, dirty))
+        self._dirty_victims.append(VictimQueue(in_dram(clean=False), score, droppable))
         self._fresh.append([])
         self._demotable.append(VictimQueue(in_dram(clean=False), score, admitted))
         self._disk_victims.append(VictimQueue(on_disk, score, disposable))
@@ -255,7 +262,9 @@ class Residency:
         self.index.busy[held] += np.uint8(1)
         try:
             slot_bytes = self._classes[size_class]
-            hbm = self.hbm.allocate(slot_bytes, count) if self.hbm is not None else _none(np.uint32)
+            hbm = _none(np.uint32)
+            if self.hbm is not None and slot_bytes <= self.hbm.pool.slab_bytes:
+                hbm = self.hbm.allocate(slot_bytes, count)
             dram = self._dram_room(size_class, count - len(hbm))
         finally:
             self.index.busy[held] -= np.uint8(1)
@@ -279,29 +288,33 @@ class Residency:
         victims = self._clean_victims[size_class].take(count)
         self._drop_dram(victims)
         self.counters["evicted_blocks"] += len(victims)
-        freed = len(victims)
-        if freed < count:
-            freed += self._drop_dirty(size_class, count - freed)
+        if len(victims) < count:
+            victims = np.concatenate([victims, self._drop_dirty(size_class, count - len(victims))])
         if len(self._classes) > 1 and len(victims):
-            youngest = int(self.index.stamp[victims[-1]])
+            youngest = int(self.index.stamp[victims].max())
             if any(self._oldest(other) < youngest for other in range(len(self._classes)) if other != size_class):
                 self._starved.add(size_class)  # another class keeps blocks that are older than those that had to go
-        return freed
+        return len(victims)
 
     def _oldest(self, size_class: int) -> int:
         """No block of this class in DRAM has an older stamp."""
-        return min(self._clean_victims[size_class].lowest(), self._dirty_victims[size_class].lowest())
+        counts = self.dram.pool.counts().get(self._classes[size_class])
+        clean = self._clean[size_class]
+        dirty = (counts.ready if counts else 0) - clean
+        return min(
+            self._clean_victims[size_class].lowest() if clean else NEVER,
+            self._dirty_victims[size_class].lowest() if dirty else NEVER,
+        )
 
-    def _drop_dirty(self, size_class: int, count: int) -> int:
-        """Forgets the oldest dirty leaves: the cleaner fell behind, or there is nothing below."""
+    def _drop_dirty(self, size_class: int, count: int) -> U32:
+        """Forgets the oldest dirty leaves: the cleaner fell behind, or there is nothing below. Returns which."""
         rows = self._dirty_victims[size_class].take(count)
         elsewhere = self.index.hbm[rows] != NO_SLOT
         self._drop_dram(rows[elsewhere])
-        last = rows[~elsewhere]
-        leaves = last[self.index.childless_in_order(last)]
+        leaves = rows[~elsewhere]
         self.counters["dropped_blocks"] += len(leaves)
         self.remove(leaves)
-        return int(elsewhere.sum()) + len(leaves)
+        return rows
 
     def _drop_dram(self, rows: U32) -> None:
         """Frees the DRAM copies of rows that have another."""
@@ -325,12 +338,10 @@ class Residency:
     def forget(self, rows: U32) -> None:
         """Makes rows and all below them unfindable: their bytes are in doubt."""
         index = self.index
-        below = index.with_descendants(rows[index.state[rows] == RowState.READY])
-        pending = below[index.state[below] == RowState.PENDING]
-        if len(pending):
-            self.give_up(pending)
-        below = below[index.state[below] == RowState.READY]
-        self.counters["forgotten_blocks"] += len(below)
+        below = index.with_descendants(np.unique(rows[index.state[rows] == RowState.READY]))
+        pending = index.state[below] == RowState.PENDING
+        self.give_up(below[pending])
+        self.counters["forgotten_blocks"] += int((~pending).sum())
         self.remove(below)
 
     def free_doomed(self, rows: U32) -> None:
@@ -409,7 +420,8 @@ class Residency:
         rows: U32 = np.unique(waiting[:count])
         good = (index.state[rows] == RowState.READY) & (index.busy[rows] == 0)
         good &= (index.dram[rows] != NO_SLOT) & (index.disk[rows] == NO_SLOT)
-        return rows[good]
+        there: U32 = rows[good]
+        return there
 
     def _newest_dirty(self, size_class: int, count: int) -> U32:
         """Dirty blocks, newest first and so heads first: an end that runs out of time leaves whole prefixes behind."""
@@ -431,10 +443,20 @@ class Residency:
         slots = self.disk.allocate(length, count)
         short = count - len(slots)
         if short > 0:
-            victims = self._disk_victims[size_class].take(short)
-            self._drop_disk(victims)
+            self._evict_disk(short * slot_size(length) - max(0, self.disk.capacity - self.disk.used))
             slots = np.concatenate([slots, self.disk.allocate(length, short)])
         return slots
+
+    def _evict_disk(self, size: int) -> None:
+        """Frees `size` bytes on disk as far as blocks may go, in the size class with the oldest blocks first."""
+        classes = [number for number, queue in enumerate(self._disk_victims) if queue.lowest() < NEVER]
+        for size_class in sorted(classes, key=lambda number: self._disk_victims[number].lowest()):
+            if size <= 0:
+                return
+            each = slot_size(self._classes[size_class])
+            victims = self._disk_victims[size_class].take(-(-size // each))
+            self._drop_disk(victims)
+            size -= len(victims) * each
 
     def _drop_disk(self, rows: U32) -> None:
         index = self.index
@@ -457,16 +479,13 @@ class Residency:
             target = 2 * self._settings.hbm.low_watermark.of(self.hbm.pool.capacity)
             wanted = -(-target // slot_bytes) - self.hbm.pool.free_slots(slot_bytes)
             through = everything or self._settings.dram.write_policy == "through"
-            if wanted <= 0 and not through:
-                continue
             batch = max(1, DEMOTION_BATCH_BYTES // slot_bytes)
-            queued = self.hbm.victims(slot_bytes, counts.ready if through else min(wanted, batch))
+            queued = self.hbm.victims(slot_bytes, min(wanted, batch)) if wanted > 0 else []
             rows = np.array([row for _, row in queued], dtype=np.uint32)
-            rows = rows[(index.busy[rows] == 0) & (index.state[rows] == RowState.READY)]
+            rows = rows[index.busy[rows] == 0]
             covered = (index.dram[rows] != NO_SLOT) | (index.disk[rows] != NO_SLOT)
-            if wanted > 0:
-                self._drop_hbm(rows[covered][:wanted])
-            rows = rows[~covered][:batch]
+            self._drop_hbm(rows[covered])
+            rows = self._in_hbm_alone(size_class, batch) if through else rows[~covered]
             if not len(rows):
                 continue
             index.busy[rows] += np.uint8(1)
@@ -476,6 +495,16 @@ class Residency:
             if len(rows):
                 return Demotion(Tier.HBM, size_class, rows, index.hbm[rows], pages)
         return None
+
+    def _in_hbm_alone(self, size_class: int, count: int) -> U32:
+        """The oldest blocks that lie nowhere else and are not being copied."""
+        index = self.index
+        high = index.high
+        alone = self._resident(Tier.HBM) & (index.dram[:high] == NO_SLOT) & (index.disk[:high] == NO_SLOT)
+        alone &= (index.size_class[:high] == size_class) & (index.busy[:high] == 0)
+        rows = np.flatnonzero(alone).astype(np.uint32)
+        oldest: U32 = rows[np.argsort(index.stamp[rows])[:count]]
+        return oldest
 
     def _drop_hbm(self, rows: U32) -> None:
         """Frees the HBM copies of unpinned rows that have another."""
@@ -647,6 +676,7 @@ class Residency:
         self.index.disk[rows[kept]] = recovery.slot[kept]
         self.index.size_class[rows[kept]] = classes[space[kept]]
         self.disk.free(recovery.slot[~kept])
+        self._evict_disk(self.disk.used - self.disk.capacity)  # which may have been larger in the run before
         self.counters["recovered_blocks"] += int(kept.sum())
         self.counters["recovery_unreachable_blocks"] += int((~kept).sum())
         return int(kept.sum())
@@ -710,6 +740,11 @@ class Residency:
         if self.disk is not None:
             wrong += [f"disk: {text}" for text in self.disk.check()]
         counts = self.dram.pool.counts().values()
+        if self.hbm is not None:
+            cached = sum(c.ready for c in self.hbm.pool.counts().values())
+            in_hbm = np.flatnonzero(index.hbm[: index.high] != NO_SLOT).tolist()
+            if len(in_hbm) != cached or any(self.hbm.find(row) != index.hbm[row] for row in in_hbm):
+                wrong.append(f"hbm: {cached} slots hold blocks, the index knows {len(in_hbm)}, or others")
         held = np.flatnonzero(index.dram[: index.high] != NO_SLOT)
         if len(held) != sum(c.ready for c in counts):
             wrong.append(f"dram: {sum(c.ready for c in counts)} ready slots for {len(held)} rows")

@@ -35,6 +35,7 @@ log = logging.getLogger("kvcascade.session")
 SO_PEERPIDFD = 77  # Linux 6.5; works across pid namespaces, where SO_PEERCRED says pid 0
 MAX_WAIT_MS = 60_000
 MAX_PENDING = 64  # requests of one session that are still waiting; more are not read until some have ended
+REFUSAL_GRACE_S = 1.0  # how long a connection that may not stay may take to ask for something
 MAX_UNREAD = 16 << 20  # bytes of replies that a client has not read; a client that is so far behind is cut off
 
 
@@ -55,7 +56,7 @@ class Session(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._decoder = FrameDecoder()
         self._pending: set[asyncio.Task[None]] = set()
-        self._ended = False
+        self._refusal: Refused | None = None  # why it may not stay
         self._operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             protocol.OP_PING: lambda body: {"boot": daemon.boot},
             protocol.OP_LOOKUP: self._lookup,
@@ -83,8 +84,9 @@ class Session(asyncio.Protocol):
         try:
             self._daemon.enter(self)
         except Refused as error:
-            self._send_error(0, error)
-            transport.close()
+            # Told in reply to its first request: what comes before one a client takes for late and drops.
+            self._refusal = error
+            asyncio.get_running_loop().call_later(REFUSAL_GRACE_S, self.kill)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -133,6 +135,10 @@ class Session(asyncio.Protocol):
     def _handle(self, frame: Frame) -> None:
         if frame.kind != Kind.REQUEST:
             raise ProtocolError(f"a frame of kind {frame.kind} from a client; only requests are allowed")
+        if self._refusal is not None:
+            self._send_error(frame.correlation, self._refusal)
+            self._close()
+            return
         try:
             body = protocol.decode_body(frame.body)
             op = take(body, "op", str, hi=32)

@@ -211,9 +211,7 @@ class DirectoryReport:
         return not self.damaged and not lost
 
 
-def check_directory(
-    path: Path, *, deep: bool, progress: Callable[[int, int], None] | None = None
-) -> DirectoryReport:
+def check_directory(path: Path, *, deep: bool, progress: Callable[[int, int], None] | None = None) -> DirectoryReport:
     """Verify a directory that no daemon uses; changes nothing in it.
 
     Reads records and slot headers; `deep` reads payloads too and compares every checksum. `progress(done, total)` in

@@ -420,10 +420,10 @@ class DiskTier:
     # -- write
 
     async def write(self, jobs: Sequence[WriteJob]) -> list[str | None]:
-        """Write blocks to slots that were allocated; for each None, once it would outlive a power cut, or why it failed.
+        """Write blocks to slots that were allocated; for each None, once it outlives a power cut, or why it failed.
 
         After a failure the slot is still the caller's to free, and no later start finds the block in it, save one whose
-        bytes are whole. When cancelled, the payloads are not read any more once the cancellation arrives; the blocks may
+        bytes are whole. When cancelled, payloads are not read any more once the cancellation arrives; the blocks may
         be durable or not, and freeing their slots makes them gone. Raises ValueError for a job that contradicts its
         slot.
         """
@@ -433,7 +433,7 @@ class DiskTier:
         self._validate_writes(jobs, placed)
         refusal = "closed" if self._closed else self._write_refusal()
         if refusal is not None:
-            self.failures[refusal] += len(jobs)
+            self.failures["left alone"] += len(jobs)
             return [refusal] * len(jobs)
         with self._call():
             try:
@@ -670,7 +670,10 @@ class DiskTier:
         if self._compacting is not None or not self._journal.due(_COMPACT_BYTES, _COMPACT_SEGMENTS):
             return
         assert self._syncer is not None
-        (failure,) = await self._syncer.run([partial(_reason_of, self._journal.rotate)])
+        try:
+            (failure,) = await self._syncer.run([partial(_reason_of, self._journal.rotate)])
+        except TierUnavailable:
+            return
         if failure is not None:
             # The segment is closed all the same; the next append begins another or fails with its writers told.
             return
@@ -686,6 +689,10 @@ class DiskTier:
             else:
                 self.failures[f"compaction: {failure}"] += 1
                 _log.warning("journal not compacted reason=%s directory=%s", failure, self.directory)
+        except TierUnavailable:
+            _log.info("journal not compacted reason=closed directory=%s", self.directory)
+        except Exception:
+            _log.exception("journal not compacted directory=%s", self.directory)
         finally:
             self._compacting = None
 
@@ -710,7 +717,7 @@ class DiskTier:
             calls += [(file, indices[part], positions[part]) for part in _split(indices, file.slot_bytes)]
         refusal = "closed" if self._closed else self._read_refusal()
         if refusal is not None:
-            self.misses[refusal] += len(jobs)
+            self.misses["left alone"] += len(jobs)
             return [refusal] * len(jobs)
         with self._call():
             try:

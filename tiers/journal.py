@@ -162,10 +162,10 @@ class Journal:
         dropped: Counter[str] = Counter()
         snapshots, segments = self._files()
         covered = max(snapshots, default=0)
-        parts = [self._read(self._snapshot(covered), -covered, dropped)] if snapshots else []
+        parts = [self._read_if_can(self._snapshot(covered), -covered, dropped)] if snapshots else []
         self._snapshot_bytes = len(parts[0]) * RECORD_BYTES if parts else 0
         later = sorted(number for number in segments if number > covered)
-        tail = [self._read(self._segment(number), number, dropped) for number in later]
+        tail = [self._read_if_can(self._segment(number), number, dropped) for number in later]
         self._closed = {number: part.nbytes for number, part in zip(later, tail, strict=True)}
         self._number = max([covered, *segments], default=0)
         records = np.concatenate([*parts, *tail]) if parts or tail else np.empty(0, dtype=RECORD)
@@ -182,7 +182,7 @@ class Journal:
 
     def _files(self) -> tuple[list[int], list[int]]:
         def numbers(prefix: str) -> list[int]:
-            tails = [path.name.removeprefix(prefix) for path in self._directory.glob(f"{prefix}*")]
+            tails = [path.name.removeprefix(prefix) for path in self._directory.glob(f"{prefix}*") if path.is_file()]
             return [int(tail) for tail in tails if len(tail) == 8 and tail.isdecimal()]
 
         return numbers("snapshot-"), numbers("journal-")
@@ -196,14 +196,17 @@ class Journal:
     def _seed(self, number: int) -> int:
         return xxhash.xxh3_64_intdigest(self._identity + struct.pack("<q", number))
 
+    def _read_if_can(self, path: Path, number: int, dropped: Counter[str]) -> npt.NDArray[np.void]:
+        try:
+            return self._read(path, number, dropped)
+        except OSError as error:
+            dropped[f"unreadable {path.name}: {error.strerror}"] += 1
+            return np.empty(0, dtype=RECORD)
+
     def _read(self, path: Path, number: int, dropped: Counter[str]) -> npt.NDArray[np.void]:
         what = "snapshot" if number < 0 else "journal"
-        try:
-            records = np.fromfile(path, dtype=RECORD)
-            torn = path.stat().st_size % RECORD_BYTES != 0
-        except OSError as error:
-            dropped[f"unreadable {what}: {error.strerror}"] += 1
-            return np.empty(0, dtype=RECORD)
+        records = np.fromfile(path, dtype=RECORD)
+        torn = path.stat().st_size % RECORD_BYTES != 0
         seed = self._seed(number)
         good = np.empty(len(records), dtype=bool)
         for first in range(0, len(records), _CHUNK):

@@ -16,7 +16,9 @@ from kvcascade.connectors.layout import (
     VLLM_ORDERS,
     Gatherer,
     KVLayout,
+    LayoutId,
     PoolSlots,
+    Slots,
     describe_paged,
     describe_sequence,
     empty_layers,
@@ -451,7 +453,7 @@ def test_bad_blocks_and_slots_are_refused_before_a_byte_moves() -> None:
     engine = gatherer(paged("LBHNC", "BHNC", GROUP), GROUP, "BHNC")
     size = GROUP.block_bytes(2)
     slots = [np.full(size, UNTOUCHED, np.uint8) for _ in range(2)]
-    for ids, places, message in (
+    cases: list[tuple[list[int], Slots, str]] = [
         ([0, -1], slots, r"block ids -1\.\.0 are not within 0\.\.6"),
         ([0, 7], slots, r"block ids 0\.\.7"),
         ([0], slots, "1 block ids, but 2 slots"),
@@ -459,7 +461,8 @@ def test_bad_blocks_and_slots_are_refused_before_a_byte_moves() -> None:
         ([0, 1], [slots[0], np.zeros(2 * size, np.uint8)[::2]], "slot 1 is not a contiguous view"),
         ([0, 1], [slots[0], slots[1].view(np.uint16)], "slot 1 is not a contiguous view"),
         ([0], PoolSlots(slots[0], np.array([1], np.uint32)), "page 1: its slot of .* ends beyond the pool's"),
-    ):
+    ]
+    for ids, places, message in cases:
         for call in (engine.store, engine.load):
             with pytest.raises(ValueError, match=message):
                 call(ids, places)
@@ -470,9 +473,8 @@ def test_bad_blocks_and_slots_are_refused_before_a_byte_moves() -> None:
 
 def test_a_layout_names_what_it_saw() -> None:
     tensors = paged("BLNHC", "BHNC", GROUP, ranks=2, rank=1)
-    assert describe_paged(tensors, GROUP, "bfloat16", ranks=2, rank=1) == KVLayout(
-        layout="BLNHC", axes="BHNC", dtype="bfloat16", block_tokens=4, layers=3, heads=4, head_dim=16, kind="attention"
-    )  # fmt: skip
+    seen = describe_paged(tensors, GROUP, "bfloat16", ranks=2, rank=1)
+    assert seen == KVLayout(LayoutId("BLNHC"), "BHNC", "bfloat16", 4, layers=3, heads=4, head_dim=16, kind="attention")
 
 
 @pytest.mark.gpu
@@ -481,7 +483,7 @@ def test_a_layout_names_what_it_saw() -> None:
 @pytest.mark.parametrize("place", ["host", "device"])
 def test_blocks_on_a_device_come_and_go_on_a_stream(order: str, axes: str, place: str) -> None:
     device = torch.device("cuda")
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     tensors = list(torch.stack(paged(order, axes, GROUP)).to(device))
     _, slots = new_slots(GROUP, 3)
     given = slots if place == "host" else PoolSlots(torch.from_numpy(slots.pool).to(device), slots.pages)

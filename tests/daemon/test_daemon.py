@@ -43,8 +43,8 @@ def shared_memory():
 
 def test_status_tells_what_runs_and_what_it_holds(daemon, start_engine):
     engine = start_engine(daemon, family="vllm-like")
-    engine.store(tokens=prompt("a", 4))
-    lease = engine.lookup(tokens=prompt("a", 4))["lease"]
+    engine.store(prompt("a", 4))
+    lease = engine.lookup(prompt("a", 4))["lease"]
     status = daemon.status()
     assert len(bytes.fromhex(status["boot"])) == 16
     assert (status["pid"], status["socket"]) == (daemon.pid, str(daemon.socket))
@@ -68,7 +68,7 @@ def test_status_tells_what_runs_and_what_it_holds(daemon, start_engine):
 
 def test_a_restart_finds_the_blocks_on_disk(daemon, start_engine):
     engine = start_engine(daemon)
-    engine.store(tokens=prompt("a", 8))
+    engine.store(prompt("a", 8))
     before = engine.attach()["boot"]
     daemon.restart()
     assert daemon.status()["recovered"]["blocks"] == 8
@@ -80,7 +80,7 @@ def test_a_restart_finds_the_blocks_on_disk(daemon, start_engine):
 
 def _fetched(engine, tokens):
     try:
-        return engine.fetch(tokens=tokens)
+        return engine.fetch(tokens)
     except EngineError:  # its back-off has not passed
         return None
 
@@ -89,9 +89,9 @@ def test_start_and_stop_may_alternate(daemon, start_engine):
     tokens = prompt("a", 4)
     for cycle in range(3):
         engine = start_engine(daemon)
-        got = engine.fetch(tokens=tokens)
+        got = engine.fetch(tokens)
         assert (got["loaded"], got["foreign"]) == ((4, 0) if cycle else (0, 0))
-        engine.store(tokens=tokens)
+        engine.store(tokens)
         engine.close()
         daemon.restart()
     assert daemon.status()["recovered"]["blocks"] == 4
@@ -100,42 +100,36 @@ def test_start_and_stop_may_alternate(daemon, start_engine):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_in_order_with_engines_attached(daemon, start_engine, number):
     engine = start_engine(daemon)
-    engine.store(tokens=prompt("a", 4))
+    engine.store(prompt("a", 4))
     os.kill(daemon.pid, number)
     assert daemon.process.wait(10) == 0
     daemon.process = None
     assert not daemon.socket.exists()
-    outcome = engine.timed(step="lookup", tokens=prompt("a", 4))
+    outcome = engine.timed("lookup", prompt("a", 4))
     assert outcome["error"] == "DaemonUnavailable"
     assert outcome["seconds"] < 1
 
 
 def test_the_end_waits_for_what_is_being_stored(daemon, start_engine):
     engine = start_engine(daemon)
-    engine.reserve(tokens=prompt("a", 4))
+    value = engine.reserve(prompt("a", 4))["value"]
     engine.write()
     os.kill(daemon.pid, signal.SIGTERM)
-    eventually(lambda: _refused(engine))
+    eventually(lambda: _status(daemon) is None)
+    with pytest.raises(EngineError, match="ending"):
+        engine.reserve(prompt("b", 1))
+    engine.take_over(prompt("a", 4), value)
     assert engine.commit() == {"ready": 4, "gone": 0}
     assert daemon.process.wait(10) == 0
     daemon.start()
     assert daemon.status()["recovered"]["blocks"] == 4
 
 
-def _refused(engine):
-    try:
-        engine.lookup(tokens=prompt("b", 1))
-        engine.reserve_other(tokens=prompt("b", 1))
-    except EngineError as error:
-        return "ending" in str(error)
-    return False
-
-
 def test_the_end_comes_by_its_deadline_whatever_engines_hold(start_daemon, start_engine):
     daemon = start_daemon(daemon_drain_deadline="1s")
     engine = start_engine(daemon)
-    engine.store(tokens=prompt("a", 4))
-    engine.reserve(tokens=prompt("b", 4))
+    engine.store(prompt("a", 4))
+    engine.reserve(prompt("b", 4))
     engine.freeze()
     began = time.monotonic()
     assert daemon.stop() == 0
@@ -185,8 +179,8 @@ def test_five_kills_leave_nothing_that_the_next_start_does_not_clean(daemon, sta
     disk = files_under(daemon.disk)
     for round_ in range(5):
         engine = start_engine(daemon)
-        assert engine.store(tokens=prompt(f"a {round_}", 32))["ready"] == 32
-        engine.reserve(tokens=prompt(f"b {round_}", 32))
+        assert engine.store(prompt(f"a {round_}", 32))["ready"] == 32
+        engine.reserve(prompt(f"b {round_}", 32))
         daemon.kill()
         engine.kill()
         daemon.start()
@@ -196,20 +190,20 @@ def test_five_kills_leave_nothing_that_the_next_start_does_not_clean(daemon, sta
         assert {name.replace("slab-32768", "slab-*") for name in files_under(daemon.disk)} - disk <= {"slab-*.dat"}
     # The fifth daemon stores and loads as the first did.
     engine = start_engine(daemon)
-    engine.store(tokens=prompt("c", 32))
-    assert engine.fetch(tokens=prompt("c", 32))["loaded"] == 32
+    engine.store(prompt("c", 32))
+    assert engine.fetch(prompt("c", 32))["loaded"] == 32
 
 
 def test_engines_that_are_killed_leave_nothing_in_the_daemon(daemon, start_engine):
     # C1: pins, reservations, descriptors and sessions of dead processes come back.
     warm = start_engine(daemon)
-    warm.store(tokens=prompt("a", 8))
+    warm.store(prompt("a", 8))
     warm.close()
     descriptors = eventually(lambda: at_rest(daemon) and len(os.listdir(f"/proc/{daemon.pid}/fd")))
     for _ in range(3):
         engine = start_engine(daemon)
-        engine.lookup(tokens=prompt("a", 8))
-        engine.reserve(tokens=prompt("b", 64))
+        engine.lookup(prompt("a", 8))
+        engine.reserve(prompt("b", 64))
         engine.write(part=0.5)
         engine.kill()
         eventually(lambda: at_rest(daemon))

@@ -130,9 +130,9 @@ class Engine:
         self.options = options
         self.pid: int = self.do("start", socket_path=str(socket_path), **options)
 
-    def begin(self, step: str, **arguments: Any) -> None:
+    def begin(self, step: str, /, *arguments: Any, **named: Any) -> None:
         assert not self._pending, "the last step has not ended"
-        self._pipe.send_bytes(cbor2.dumps([step, arguments]))
+        self._pipe.send_bytes(cbor2.dumps([step, arguments, named]))
         self._pending = True
 
     def result(self, timeout: float = PATIENCE_S) -> Any:
@@ -152,14 +152,14 @@ class Engine:
         """Whether the step that was begun ends within `timeout`."""
         return self._pipe.poll(timeout)
 
-    def do(self, step: str, **arguments: Any) -> Any:
-        self.begin(step, **arguments)
+    def do(self, step: str, /, *arguments: Any, **named: Any) -> Any:
+        self.begin(step, *arguments, **named)
         return self.result()
 
     def __getattr__(self, step: str) -> Callable[..., Any]:
         if step.startswith("_"):
             raise AttributeError(step)
-        return lambda **arguments: self.do(step, **arguments)
+        return lambda *arguments, **named: self.do(step, *arguments, **named)
 
     def signal(self, number: int) -> None:
         os.killpg(self.process.pid, number)
@@ -282,11 +282,11 @@ class Side:
         self._copies.close()
         self._session.close()
 
-    def timed(self, step: str, **arguments: Any) -> dict[str, Any]:
+    def timed(self, step: str, /, *arguments: Any, **named: Any) -> dict[str, Any]:
         """Another step, with the seconds that it took; what it raises is told by its class's name."""
         began = time.monotonic()
         try:
-            value, error = getattr(self, step)(**arguments), None
+            value, error = getattr(self, step)(*arguments, **named), None
         except Exception as raised:
             value, error = None, type(raised).__name__
         return {"value": value, "error": error, "seconds": time.monotonic() - began}
@@ -353,7 +353,7 @@ class Side:
 
     def reserve(self, tokens: list[int], start: int = 0, keep_tokens: bool = False) -> dict[str, Any]:
         self._chain = self._hashes(tokens)
-        kept = np.array(tokens[start * BLOCK_TOKENS :], dtype=np.uint32) if keep_tokens else b""
+        kept = tokens[start * BLOCK_TOKENS :] if keep_tokens else b""
         self._reservation = self._session.reserve(self._chain, request="r", start=start, tokens=kept)
         held = self._reservation
         return {
@@ -434,17 +434,6 @@ class Side:
 
     # ---- trouble
 
-    def shrink(self) -> str:
-        """Tries to truncate the pool's memory; the error's name."""
-        for path in Path("/proc/self/fd").iterdir():
-            try:
-                if "memfd:" in str(path.readlink()):
-                    os.ftruncate(int(path.name), 0)
-                    return "no error"
-            except OSError as error:
-                return type(error).__name__
-        return "no descriptor is left to be truncated"
-
     def lose_socket(self) -> int:
         """Cuts the connection under the client; how many sockets there were."""
         cut = 0
@@ -469,7 +458,7 @@ class Side:
         child = os.fork()
         if not child:
             try:
-                outcome = self.timed("lookup", tokens=prompt("fork", 1))
+                outcome = self.timed("lookup", prompt("fork", 1))
                 os.write(writing, cbor2.dumps({**outcome, "attached": self._session.attached}))
             finally:
                 os._exit(0)
@@ -560,11 +549,11 @@ def main() -> None:
     side = Side()
     while True:
         try:
-            step, arguments = cbor2.loads(pipe.recv_bytes())
+            step, arguments, named = cbor2.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            answer = ["done", getattr(side, step)(**arguments)]
+            answer = ["done", getattr(side, step)(*arguments, **named)]
         except Exception as error:
             answer = ["raised", f"{type(error).__name__}: {error}"]
         pipe.send_bytes(cbor2.dumps(answer))
