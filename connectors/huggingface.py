@@ -115,6 +115,8 @@ def kv_shape(model: Any) -> KVShape:
         raise LayoutMismatch(f"rope type {kind!r} changes with the request's length: a prefix has no KV of its own")
     if off := next((name for name, weight in model.named_parameters() if weight.device.type == "meta"), None):
         raise LayoutMismatch(f"the weight {off} is not in memory (offloaded to disk or never loaded)")
+    if getattr(model, "_is_stateful", False):
+        raise LayoutMismatch(f"{type(model).__name__} keeps a state besides its KV (recurrent or linear attention)")
     argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     one, two = (_probe(model, text, argument, tokens) for tokens in (1, 2))
     keys, values = two.layers[0].keys, two.layers[0].values
@@ -267,10 +269,37 @@ def _content(weight: Tensor) -> bytes:
     return total.to_bytes(8, "little", signed=True) + sample.cpu().numpy().tobytes()
 
 
-def _weights_state(model: Any) -> int:
-    """A number that changes when a weight is replaced or written to through torch: training, another checkpoint."""
-    # Inference tensors have no version counter and cannot be written to outside inference mode.
-    return hash(tuple((id(weight), 0 if weight.is_inference() else weight._version) for weight in model.parameters()))
+class _Weights:
+    """Tells when a model's weights were replaced, or written to through torch: training, another checkpoint.
+
+    Looking costs 0.1 us a weight, since every lookup pays for it; walking through the modules costs ten times that.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._epoch = 0
+        self._lock = threading.Lock()
+        self._note()
+
+    def _note(self) -> None:
+        self._parts: list[tuple[dict[str, Any], str, object]] = []
+        self._weights: list[Tensor] = []
+        for module in self._model.modules():
+            for slots in (module._modules, module._parameters):
+                self._parts += [(slots, name, part) for name, part in slots.items()]
+            # Inference tensors have no version, and cannot be written to outside inference mode.
+            weights = [weight for weight in module._parameters.values() if weight is not None]
+            self._weights += [weight for weight in weights if not weight.is_inference()]
+        self._versions = [weight._version for weight in self._weights]
+
+    def epoch(self) -> int:
+        """A number that is another one after each change."""
+        with self._lock:
+            replaced = any(slots.get(name) is not part for slots, name, part in self._parts)
+            if replaced or [weight._version for weight in self._weights] != self._versions:
+                self._epoch += 1
+                self._note()
+            return self._epoch
 
 
 def namespace_of(
@@ -320,7 +349,8 @@ class Prompt:
     """Holds the hashes of the prompt's full blocks; `store` goes on from a copy and hashes only what is new."""
     lookup: Lookup | None
     """The daemon's answer; None where it was not asked or gave none."""
-    weights: int
+    epoch: int
+    """Which state of the weights it is about."""
     seconds: float
     missed: str
     """Why there is no answer; empty where there is one."""
@@ -442,7 +472,8 @@ class PrefixCache:
         self._lock = threading.Lock()
         self._counters = Counters()
         self._namespace = namespace
-        self._weights = _weights_state(model)
+        self._weights = _Weights(model)
+        self._epoch = self._weights.epoch()
         self._session = self._new_session(namespace)
         self._pid = os.getpid()
         self._imports: dict[int, tuple[MappedPool, Memory]] = {}
@@ -502,23 +533,23 @@ class PrefixCache:
         # [0, usable) blocks may be loaded: at least one token is computed, or there would be no logits (fault E10).
         usable = max(0, len(tokens) - 1) // self._block_tokens
         hashes = hasher.extend(tokens)[:usable]
-        weights = self._weights_now()
+        epoch = self._epoch_now()
         lookup, missed = None, ""
         if hashes:
             request = uuid.uuid4().bytes
             lookup, missed = self._ask(
-                lambda session: session.lookup(hashes, request=request, timeout=self._timeout), weights
+                lambda session: session.lookup(hashes, request=request, timeout=self._timeout), epoch
             )
         with self._lock:
             self._counters.lookups += 1
             self._counters.prompt_tokens += len(tokens)
-        return Prompt(tokens, hasher, lookup, weights, time.perf_counter() - began, missed)
+        return Prompt(tokens, hasher, lookup, epoch, time.perf_counter() - began, missed)
 
     def release(self, prompt: Prompt) -> None:
         """Let go of what a lookup keeps from eviction, where the prompt will not be loaded. Idempotent."""
         lookup = prompt.lookup
         if lookup is not None and lookup.lease:
-            self._ask(lambda session: session.release(lookup.lease, timeout=self._timeout), prompt.weights)
+            self._ask(lambda session: session.release(lookup.lease, timeout=self._timeout), prompt.epoch)
 
     # ---- load
 
@@ -529,13 +560,16 @@ class PrefixCache:
         """
         began = time.perf_counter()
         lookup, missed = prompt.lookup, prompt.missed
-        cache = DynamicCache(config=self._model.config)
+        # Without a config, which costs 0.4 ms to look through: its layers are DynamicLayers, and so are the model's.
+        cache = DynamicCache()
         count = 0
-        if lookup is not None and lookup.lease and lookup.matched:
+        if lookup is not None and lookup.matched and not lookup.lease:
+            missed = "what was found could not be kept from eviction: this engine holds as much as it may"
+        elif lookup is not None and lookup.matched:
             usable = (len(prompt.tokens) - 1) // self._block_tokens
             wanted = min(lookup.matched, usable)
             lease = lookup.lease
-            copied, missed = self._ask(lambda session: self._copy_in(session, lease, wanted), prompt.weights)
+            copied, missed = self._ask(lambda session: self._copy_in(session, lease, wanted), prompt.epoch)
             if copied is not None:
                 layers, count, missed = copied
                 if count:
@@ -609,9 +643,9 @@ class PrefixCache:
         done, missed = None, ""
         if start < blocks:
             hashes, ids = hasher.hashes[:blocks], tokens[: blocks * self._block_tokens]
-            self._weights_now()
+            self._epoch_now()
             done, missed = self._ask(
-                lambda session: self._copy_out(session, loaded.cache, hashes, ids, start), prompt.weights
+                lambda session: self._copy_out(session, loaded.cache, hashes, ids, start), prompt.epoch
             )
         stored, here, refused = done or (0, 0, 0)
         nbytes = stored * self._namespace.block_bytes(0)
@@ -654,10 +688,10 @@ class PrefixCache:
 
     # ---- the daemon's troubles end here
 
-    def _ask(self, question: Callable[[Session], T], weights: int) -> tuple[T | None, str]:
-        """What the daemon answered, or None and why. `weights`: the state of the model that the question is about."""
+    def _ask(self, question: Callable[[Session], T], epoch: int) -> tuple[T | None, str]:
+        """What the daemon answered, or None and why. `epoch`: the state of the weights that the question is about."""
         try:
-            session = self._session_now(weights)
+            session = self._session_now(epoch)
             if self._clock() < self._not_before:
                 raise DaemonUnavailable("the daemon did not answer lately and is left alone")
             was_attached = session.attached
@@ -689,14 +723,14 @@ class PrefixCache:
         self._pause = min(30.0, max(1.0, 2 * self._pause))
         self._not_before = self._clock() + self._pause
 
-    def _session_now(self, weights: int) -> Session:
+    def _session_now(self, epoch: int) -> Session:
         """The session of this model in this process. Raises Refused where the model must not be used as it is now."""
         if self._model.training:
             raise Refused("the model is in training mode")
         if adapters := _adapters(self._model):
             raise Refused(f"the model carries adapters ({adapters})")
         with self._lock:
-            if weights != self._weights:
+            if epoch != self._epoch:
                 raise Refused("the weights were changed since the prompt was looked up")
             session = self._session
             forked, self._pid = self._pid != os.getpid(), os.getpid()
@@ -704,18 +738,18 @@ class PrefixCache:
             session.attach()
         return session
 
-    def _weights_now(self) -> int:
+    def _epoch_now(self) -> int:
         """The state of the weights; where it is a new one, blocks go to a private namespace from now on."""
-        state = _weights_state(self._model)
+        epoch = self._weights.epoch()
         with self._lock:
-            if state == self._weights:
-                return state
+            if epoch == self._epoch:
+                return epoch
             log.warning("the weights were changed in place: what they compute is shared with nobody from now on")
-            old, self._weights = self._session, state
+            old, self._epoch = self._session, epoch
             self._namespace = replace(self._namespace, weights_epoch=f"private-{uuid.uuid4().hex}")
             self._session = self._new_session(self._namespace)
         old.close()
-        return state
+        return epoch
 
     def _new_session(self, namespace: Namespace) -> Session:
         return Session(

@@ -232,6 +232,11 @@ class Cache:
             raise Refused(f"lease: {number} is not held by this attachment (expired, released or another's)")
         return lease
 
+    def leased_rows(self, attachment: Attachment, number: int, count: int) -> U32:
+        """The leading `count` rows of a lease, none if it has ended."""
+        lease = attachment.leases.get(number)
+        return lease.rows[:count] if lease is not None else np.empty(0, dtype=np.uint32)
+
     def in_memory(self, lease: Lease, count: int) -> bool:
         """Whether the lease's leading `count` blocks lie in memory now."""
         return bool(self.residency.in_memory(lease.rows[:count]).all())
@@ -558,7 +563,7 @@ class Cache:
         wrong = self.residency.check()
         pins = np.zeros(len(index.pins), dtype=np.uint32)
         open_rows: list[int] = []
-        pending = quarantined = 0
+        pending = quarantined = hbm_pending = hbm_quarantined = 0
         for attachment in self.attachments.values():
             name = f"attachment {attachment.token.hex()[:8]}"
             pinned = held = 0
@@ -566,10 +571,13 @@ class Cache:
                 np.add.at(pins, lease.rows, np.uint32(1))
                 pinned += len(lease.rows) * lease.space.slot_bytes
             for reservation in attachment.reservations.values():
+                in_hbm = reservation.pool == POOL_HBM
                 is_open, gone = reservation.state == Entry.OPEN, reservation.state == Entry.GONE
                 open_rows += reservation.rows[is_open].tolist()
-                pending += int((is_open & (reservation.pool == POOL_DRAM)).sum())
-                quarantined += int((gone & (reservation.pool == POOL_DRAM)).sum())
+                pending += int((is_open & ~in_hbm).sum())
+                quarantined += int((gone & ~in_hbm).sum())
+                hbm_pending += int((is_open & in_hbm).sum())
+                hbm_quarantined += int((gone & in_hbm).sum())
                 held += int(gone.sum()) * reservation.space.slot_bytes
             if pinned != attachment.pinned_bytes:
                 wrong.append(f"{name}: {attachment.pinned_bytes} bytes pinned, its leases say {pinned}")
@@ -577,8 +585,14 @@ class Cache:
                 wrong.append(f"{name}: {attachment.quarantined_bytes} bytes quarantined, its reservations say {held}")
         if not np.array_equal(pins, index.pins):
             wrong.append(f"pins: the index says {int(index.pins.sum())}, the leases {int(pins.sum())}")
-        if sorted(open_rows) != sorted(self._pending_owner):
+        pending_rows = np.flatnonzero(index.state[: index.high] == RowState.PENDING).tolist()
+        if not sorted(open_rows) == sorted(self._pending_owner) == pending_rows:
             wrong.append("pending rows are not those of the open reservations")
+        if self.residency.hbm is not None:
+            in_pool = self.residency.hbm.pool.counts().values()
+            held_there = (sum(c.pending for c in in_pool), sum(c.quarantined for c in in_pool))
+            if held_there != (hbm_pending, hbm_quarantined):
+                wrong.append(f"hbm: {held_there} slots pending, quarantined; not {(hbm_pending, hbm_quarantined)}")
         counts = self.residency.dram.pool.counts().values()
         if sum(c.quarantined for c in counts) != quarantined:
             wrong.append(

@@ -34,6 +34,10 @@ _EMPTY = np.uint64(0)
 _LOW = np.uint64(0xFFFFFFFF)
 _HIGH = np.uint64(0xFFFFFFFF00000000)
 _TOMB = np.uint64(0xFFFFFFFF)  # the low half of a live entry is row + 1, which never reaches this
+_ONE = np.uint64(1)
+_NO_ENTRY = np.uint64(0xFFFFFFFE)  # no row is so large
+# At most a quarter of the table is used: of 1,024 keys 0.03 lie further from their place, 2.4 further than 4.
+_PROBED = np.arange(8, dtype=np.uint64)[:, np.newaxis]
 _MIX = 0x9E3779B97F4A7C15
 _LATEST = np.uint64(1 << 62)  # a recorded stamp beyond it is taken for it: new ones must stay larger
 
@@ -136,31 +140,45 @@ class Index:
 
     def find(self, space: int, keys: U64) -> U32:
         """Rows of `keys` (n, 4), NO_ROW where absent. Pending rows are found too."""
-        count = len(keys)
-        rows = np.full(count, NO_ROW, dtype=np.uint32)
+        rows = np.full(len(keys), NO_ROW, dtype=np.uint32)
         spread = keys[:, 0] ^ self._salt(space)
-        tag = spread & _HIGH
-        position = spread & self._mask
-        index: npt.NDArray[np.intp] | slice = slice(None)
-        while True:
-            entry = self._table[position]
-            low = entry & _LOW
-            candidate = ((entry & _HIGH) == tag) & (low != _EMPTY) & (low != _TOMB)
-            row = (np.where(candidate, low, np.uint64(1)) - np.uint64(1)).astype(np.uint32)
+        tag, position = spread & _HIGH, spread & self._mask
+        index: npt.NDArray[np.intp] = np.arange(len(keys))
+        while len(index):
+            # numpy's cost is by the call, so a key's next few places are read at once. What differs in its tag, is
+            # empty or a tombstone becomes larger than any row.
+            entries = self._table[(position + _PROBED) & self._mask]
+            lowest = ((entries ^ tag) - _ONE).min(axis=0)
+            alike = lowest < _NO_ENTRY
+            row = np.where(alike, lowest, _EMPTY).astype(np.uint32)
             differs = self.key[row] ^ keys
-            found = candidate & ((differs[:, 0] | differs[:, 1] | differs[:, 2] | differs[:, 3]) == 0)
-            found &= self.space[row] == space
-            if isinstance(index, slice):
-                rows[found] = row[found]
-            else:
-                rows[index[found]] = row[found]
-            again = ~found & (entry != _EMPTY)
-            if not again.any():
-                return rows
-            index = np.flatnonzero(again) if isinstance(index, slice) else index[again]
-            position = (position[again] + np.uint64(1)) & self._mask
-            tag = tag[again]
-            keys = keys[again]
+            same = alike & ((differs[:, 0] | differs[:, 1] | differs[:, 2] | differs[:, 3]) == _EMPTY)
+            same &= self.space[row] == space
+            rows[index[same]] = row[same]
+            if same.all():
+                break
+            # The entry of another key that has the same tag may hide the one that is sought.
+            for one in np.flatnonzero(alike & ~same).tolist():
+                rows[index[one]] = self._walk(space, keys[one], position[one], tag[one])
+            again = ~alike & (entries.min(axis=0) != _EMPTY)
+            index, position, tag, keys = (
+                index[again],
+                position[again] + np.uint64(len(_PROBED)),
+                tag[again],
+                keys[again],
+            )
+        return rows
+
+    def _walk(self, space: int, key: U64, position: np.uint64, tag: np.uint64) -> int:
+        """`find` for one key from `position` on, place by place."""
+        while True:
+            entry = self._table[position & self._mask]
+            if entry == _EMPTY:
+                return NO_ROW
+            row = int((entry ^ tag) - _ONE) if entry != tag else NO_ROW
+            if row < _NO_ENTRY and self.space[row] == space and (self.key[row] == key).all():
+                return row
+            position += _ONE
 
     def _salt(self, space: int) -> np.uint64:
         return np.uint64((space * _MIX + 0x632BE59BD9B4E019) & 0xFFFFFFFFFFFFFFFF)

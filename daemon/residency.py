@@ -34,6 +34,7 @@ from .index import NO_ROW, NO_SLOT, U8, U32, U64, Index, Mask, RowState, pack_ke
 from .protocol import POOL_DRAM, POOL_HBM, Tier, decode_body
 
 DEMOTION_BATCH_BYTES = 32 << 20
+DEMOTION_BATCH_BLOCKS = 128  # describing a batch costs the loop some 8 us a block
 MAX_SIZE_CLASSES = 255  # a u8 column
 NEVER = 1 << 64  # later than every stamp
 
@@ -106,8 +107,10 @@ class Residency:
         self.disk = disk
         self._settings = settings
         room = dram.pool.capacity + (hbm.pool.capacity if hbm else 0) + (disk.capacity if disk else 0)
-        # The loop's thread alone changes all of this. The index grows by itself; this is a guess at 64 KiB a block.
-        self.index = Index(rows=min(max(room >> 16, 1 << 12), 1 << 21))
+        # The loop's thread alone changes all of this. The index grows by itself; this is a guess at 16 KiB a block.
+        self.index = Index(rows=min(max(room >> 14, 1 << 12), 1 << 21))
+        # What is being copied down cannot make room, so a small pool must not be busy as a whole.
+        self._batch_bytes = min(DEMOTION_BATCH_BYTES, dram.pool.capacity // 8)
         self.spaces: list[Space] = []
         self.counters: Counter[str] = Counter()
         self.wake: Callable[[], None] = lambda: None  # called when the cleaner may have work
@@ -121,6 +124,9 @@ class Residency:
         self._demotable: list[VictimQueue] = []  # dirty, and the disk takes them
         self._disk_victims: list[VictimQueue] = []
         self._starved: set[int] = set()  # classes that wait for a slab of another class
+        # Classes where a store found too little that is clean and may go, whatever the watermark says of the others:
+        # leases pin clean blocks, and parents of what is stored must stay.
+        self._short: set[int] = set()
         self.wants_cleaning = False  # what the last plan_demotion saw: too little is free or clean
         self._promoting: set[int] = set()  # rows being read from disk
         self._promoting_bytes = 0
@@ -233,11 +239,14 @@ class Residency:
     def tiers_of(self, rows: U32) -> U8:
         tiers = np.full(len(rows), Tier.DISK, dtype=np.uint8)
         tiers[self.index.dram[rows] != NO_SLOT] = Tier.DRAM
-        tiers[self.index.hbm[rows] != NO_SLOT] = Tier.HBM
+        if self.hbm is not None:
+            tiers[self.index.hbm[rows] != NO_SLOT] = Tier.HBM
         return tiers
 
     def in_memory(self, rows: U32) -> Mask:
-        result: Mask = (self.index.dram[rows] != NO_SLOT) | (self.index.hbm[rows] != NO_SLOT)
+        result: Mask = self.index.dram[rows] != NO_SLOT
+        if self.hbm is not None:
+            result |= self.index.hbm[rows] != NO_SLOT
         return result
 
     def slots(self, rows: U32) -> Slots:
@@ -272,24 +281,26 @@ class Residency:
         pools = np.repeat(np.array([POOL_HBM, POOL_DRAM], dtype=np.uint8), [len(hbm), len(dram)])
         return pools, np.concatenate([hbm, dram]).astype(np.uint32)
 
-    def _dram_room(self, size_class: int, count: int) -> U32:
-        """Up to `count` PENDING DRAM slots: free ones, then clean victims', then the oldest dirty leaves'."""
+    def _dram_room(self, size_class: int, count: int, *, drop: bool = True) -> U32:
+        """Up to `count` PENDING DRAM slots: free ones, then clean victims', then (`drop`) the oldest dirty leaves'."""
         pool, slot_bytes = self.dram.pool, self._classes[size_class]
         pages = pool.allocate(slot_bytes, count)
         short = count - len(pages)
-        if short > 0 and self._evict(size_class, short):
+        if short > 0 and self._evict(size_class, short, drop=drop):
             pages = np.concatenate([pages, pool.allocate(slot_bytes, short)])
-        if len(pages) < count:
+        if len(pages) < count and drop:
             self._starved.add(size_class)
         return pages
 
-    def _evict(self, size_class: int, count: int) -> int:
+    def _evict(self, size_class: int, count: int, *, drop: bool = True) -> int:
         """Frees up to `count` DRAM slots of a class; returns how many."""
         victims = self._clean_victims[size_class].take(count)
         self._drop_dram(victims)
         self.counters["evicted_blocks"] += len(victims)
-        if len(victims) < count:
+        if len(victims) < count and drop:
             victims = np.concatenate([victims, self._drop_dirty(size_class, count - len(victims))])
+            self._short.add(size_class)
+            self.wake()
         if len(self._classes) > 1 and len(victims):
             youngest = int(self.index.stamp[victims].max())
             if any(self._oldest(other) < youngest for other in range(len(self._classes)) if other != size_class):
@@ -366,24 +377,31 @@ class Residency:
     def plan_demotion(self, *, everything: bool = False) -> Demotion | None:
         """The next batch to copy down, or None when enough is clean; with `everything`, while anything is dirty."""
         self.wants_cleaning = False
-        if self.hbm is not None:
-            plan = self._plan_hbm_demotion(everything)
-            if plan is not None:
-                return plan
-        if self.disk is None or not self.disk.writable:
-            return None
-        for size_class, slot_bytes in enumerate(self._classes):
-            plan = self._plan_dram_demotion(size_class, slot_bytes, everything)
+        planners = [self._plan_hbm_demotion, self._plan_dram_demotion]
+        if everything:
+            planners.reverse()  # or what comes down from HBM would push dirty blocks out of DRAM
+        for planner in planners:
+            plan = planner(everything)
             if plan is not None:
                 return plan
         return None
 
-    def _plan_dram_demotion(self, size_class: int, slot_bytes: int, everything: bool) -> Demotion | None:
-        assert self.disk is not None
+    def _plan_dram_demotion(self, everything: bool) -> Demotion | None:
+        if self.disk is None or not self.disk.writable:
+            return None
+        for size_class, slot_bytes in enumerate(self._classes):
+            plan = self._plan_class_demotion(size_class, slot_bytes, everything)
+            if plan is not None:
+                return plan
+        return None
+
+    def _plan_class_demotion(self, size_class: int, slot_bytes: int, everything: bool) -> Demotion | None:
         pool = self.dram.pool
-        batch = max(1, DEMOTION_BATCH_BYTES // slot_bytes)
+        batch = min(max(1, self._batch_bytes // slot_bytes), DEMOTION_BATCH_BLOCKS)
         rows = self._take_fresh(size_class, batch)
-        if not len(rows) and not everything:
+        short = size_class in self._short
+        self._short.discard(size_class)
+        if not len(rows) and not everything and not short:
             target = 2 * self._settings.dram.low_watermark.of(pool.capacity)
             easy = pool.free_slots(slot_bytes) + self._clean[size_class]
             if easy * slot_bytes >= target:
@@ -395,13 +413,11 @@ class Residency:
             return None
         index = self.index
         index.busy[rows] += np.uint8(1)
-        slots = self._disk_room(size_class, len(rows))
-        left = rows[len(slots) :]
-        index.busy[left] -= np.uint8(1)
-        rows = rows[: len(slots)]
-        if not len(rows):
+        going, slots = self._disk_room(size_class, rows)
+        index.busy[np.setdiff1d(rows, going)] -= np.uint8(1)
+        if not len(going):
             return None
-        return Demotion(Tier.DRAM, size_class, rows, index.dram[rows], slots)
+        return Demotion(Tier.DRAM, size_class, going, index.dram[going], slots)
 
     def stored(self, rows: U32, size_class: int) -> None:
         """These rows have become ready, or came down from HBM: they lie in memory alone."""
@@ -437,26 +453,38 @@ class Residency:
         """Bytes of a slot of this class."""
         return self._classes[size_class]
 
-    def _disk_room(self, size_class: int, count: int) -> U32:
+    def _disk_room(self, size_class: int, rows: U32) -> tuple[U32, U32]:
+        """The newest of `rows` that find room on disk, heads first, and their slots: free ones, then older blocks'."""
         assert self.disk is not None
         length = self._classes[size_class]
-        slots = self.disk.allocate(length, count)
-        short = count - len(slots)
-        if short > 0:
-            self._evict_disk(short * slot_size(length) - max(0, self.disk.capacity - self.disk.used))
-            slots = np.concatenate([slots, self.disk.allocate(length, short)])
-        return slots
+        rows = rows[np.argsort(self.index.stamp[rows])[::-1]]
+        slots = self.disk.allocate(length, len(rows))
+        short = rows[len(slots) :]
+        if len(short):
+            self._evict_disk(slot_size(length), self.index.stamp[short])
+            slots = np.concatenate([slots, self.disk.allocate(length, len(short))])
+        return rows[: len(slots)], slots
 
-    def _evict_disk(self, size: int) -> None:
-        """Frees `size` bytes on disk as far as blocks may go, in the size class with the oldest blocks first."""
+    def _evict_disk(self, size: int, stamps: U64) -> None:
+        """Makes room on disk for blocks of `size` bytes with these stamps, newest first, as far as blocks may go.
+
+        Each takes the place of older ones alone. Otherwise a disk that is smaller than what is dirty would be written
+        over and over: what it loses while it lies in DRAM is dirty again.
+        """
+        assert self.disk is not None
+        wanted = len(stamps) * size - max(0, self.disk.capacity - self.disk.used)
         classes = [number for number, queue in enumerate(self._disk_victims) if queue.lowest() < NEVER]
         for size_class in sorted(classes, key=lambda number: self._disk_victims[number].lowest()):
-            if size <= 0:
+            if wanted <= 0:
                 return
             each = slot_size(self._classes[size_class])
-            victims = self._disk_victims[size_class].take(-(-size // each))
-            self._drop_disk(victims)
-            size -= len(victims) * each
+            queue = self._disk_victims[size_class]
+            victims = queue.take(-(-wanted // each))
+            successors = np.minimum(np.arange(len(victims)) * each // size, len(stamps) - 1)
+            older = self.index.stamp[victims] < stamps[successors]
+            queue.add(victims[~older])
+            self._drop_disk(victims[older])
+            wanted -= int(older.sum()) * each
 
     def _drop_disk(self, rows: U32) -> None:
         index = self.index
@@ -470,7 +498,8 @@ class Residency:
         self.remove(rows[~elsewhere])
 
     def _plan_hbm_demotion(self, everything: bool) -> Demotion | None:
-        assert self.hbm is not None
+        if self.hbm is None:
+            return None
         index = self.index
         for size_class, slot_bytes in enumerate(self._classes):
             counts = self.hbm.pool.counts().get(slot_bytes)
@@ -479,17 +508,21 @@ class Residency:
             target = 2 * self._settings.hbm.low_watermark.of(self.hbm.pool.capacity)
             wanted = -(-target // slot_bytes) - self.hbm.pool.free_slots(slot_bytes)
             through = everything or self._settings.dram.write_policy == "through"
-            batch = max(1, DEMOTION_BATCH_BYTES // slot_bytes)
+            batch = min(max(1, self._batch_bytes // slot_bytes), DEMOTION_BATCH_BLOCKS)
             queued = self.hbm.victims(slot_bytes, min(wanted, batch)) if wanted > 0 else []
             rows = np.array([row for _, row in queued], dtype=np.uint32)
             rows = rows[index.busy[rows] == 0]
             covered = (index.dram[rows] != NO_SLOT) | (index.disk[rows] != NO_SLOT)
             self._drop_hbm(rows[covered])
-            rows = self._in_hbm_alone(size_class, batch) if through else rows[~covered]
+            rows = rows[~covered]
+            # Copied without need, a block pushes no dirty one out: that one might lie in HBM too, and want back.
+            needed = len(rows) > 0
+            if through and not needed:
+                rows = self._in_hbm_alone(size_class, batch)
             if not len(rows):
                 continue
             index.busy[rows] += np.uint8(1)
-            pages = self._dram_room(size_class, len(rows))
+            pages = self._dram_room(size_class, len(rows), drop=needed)
             index.busy[rows[len(pages) :]] -= np.uint8(1)
             rows = rows[: len(pages)]
             if len(rows):
@@ -617,17 +650,19 @@ class Residency:
         slab = min(free, key=lambda s: used[s])
         pool.reserve_slab(slab)
         mine = rows[slab_of == slab]
-        # Clean blocks leave at once; the others move to slots that the donor's oldest blocks give up.
-        clean = index.disk[mine] != NO_SLOT
-        self._drop_dram(mine[clean])
-        movers = mine[~clean]
-        index.busy[movers] += np.uint8(1)
-        targets = self._dram_room(donor, len(movers))
+        pages = index.dram[mine]
+        # The donor's oldest blocks go, wherever they lie; what is left in the slab moves to the slots of the others.
+        self._evict(donor, len(mine) - pool.free_slots(slot_bytes))
         self._starved.discard(donor)
-        left = movers[len(targets) :]
-        index.busy[left] -= np.uint8(1)
-        movers = movers[: len(targets)]
-        return Move(slab, slot_bytes, movers, index.dram[movers], targets)
+        stay = (index.state[mine] == RowState.READY) & (index.dram[mine] == pages)
+        movers = mine[stay]
+        targets = pool.allocate(slot_bytes, len(movers))
+        if len(targets) < len(movers):
+            self.dram.free(targets)
+            pool.unreserve_slab(slab)
+            return None
+        index.busy[movers] += np.uint8(1)
+        return Move(slab, slot_bytes, movers, pages[stay], targets)
 
     def moved(self, plan: Move, whole: bool) -> None:
         """A move has ended. If its copies are whole the blocks lie in their new slots, and the slab may be free."""
@@ -676,7 +711,10 @@ class Residency:
         self.index.disk[rows[kept]] = recovery.slot[kept]
         self.index.size_class[rows[kept]] = classes[space[kept]]
         self.disk.free(recovery.slot[~kept])
-        self._evict_disk(self.disk.used - self.disk.capacity)  # which may have been larger in the run before
+        # The capacity may have been larger in the run before.
+        excess = self.disk.used - self.disk.capacity
+        if excess > 0:
+            self._evict_disk(excess, np.array([NEVER - 1], dtype=np.uint64))
         self.counters["recovered_blocks"] += int(kept.sum())
         self.counters["recovery_unreachable_blocks"] += int((~kept).sum())
         return int(kept.sum())

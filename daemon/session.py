@@ -340,9 +340,10 @@ class Session(asyncio.Protocol):
     async def _load(self, correlation: int, attachment: Attachment, number: int, count: int, wait: float) -> None:
         cache = self._daemon.cache
         try:
-            lease = cache.lease(attachment, number)
-            await self._daemon.transfer.fetch(lease.space, lease.rows[:count], wait)
-            # The lease may have been released or renewed while we waited.
+            # The lease may be released or renewed while we wait.
+            await self._daemon.transfer.fetch(
+                cache.lease(attachment, number).space, lambda: cache.leased_rows(attachment, number, count), wait
+            )
             self._send(correlation, _slots(cache.located(cache.lease(attachment, number), count)))
         except CascadeError as error:
             self._send_error(correlation, error)

@@ -9,7 +9,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Self, TypeVar
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class Transfer:
         self._residency = residency
         # The loop's thread alone changes these.
         self._work = asyncio.Event()
-        self._flights: dict[int, asyncio.Task[None]] = {}  # row → what brings it up from disk
+        self._flights: dict[int, asyncio.Task[list[str | None]]] = {}  # row → what brings it up from disk
         self._cleaners: list[asyncio.Task[None]] = []
         self._copiers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvcascade-copy")
         self._closing = False
@@ -54,7 +55,7 @@ class Transfer:
         self._residency.wake = lambda: None
         for cleaner in self._cleaners:
             cleaner.cancel()
-        tasks = {*self._cleaners, *self._flights.values()}
+        tasks: set[asyncio.Task[Any]] = {*self._cleaners, *self._flights.values()}
         # A device that does not answer must not keep the process from ending.
         hung = (await asyncio.wait(tasks, timeout=END_S))[1]
         if hung:
@@ -174,23 +175,30 @@ class Transfer:
         for start in range(0, len(plan.rows), batch):
             part = slice(start, start + batch)
             piece = Promotion(space, plan.rows[part], plan.slots[part], plan.pages[part])
-            flight = asyncio.create_task(self._promote(piece), name="promotion")
+            flight = asyncio.create_task(self._read(piece), name="promotion")
+            # Not by the task itself: one that is cancelled before it begins would report nothing.
+            flight.add_done_callback(partial(self._promoted, piece))
             self._flights.update((row, flight) for row in piece.rows.tolist())
 
-    async def _promote(self, plan: Promotion) -> None:
-        residency = self._residency
-        disk = residency.disk
+    async def _read(self, plan: Promotion) -> list[str | None]:
+        disk = self._residency.disk
         assert disk is not None
+        return await disk.read(self._read_jobs(plan))
+
+    def _promoted(self, plan: Promotion, flight: "asyncio.Task[list[str | None]]") -> None:
+        for row in plan.rows.tolist():
+            self._flights.pop(row, None)
         good: Mask = np.zeros(len(plan.rows), dtype=np.bool_)
         doubted: Mask = np.zeros(len(plan.rows), dtype=np.bool_)
-        try:
-            reasons = await disk.read(self._read_jobs(plan))
-            good = np.array([reason is None for reason in reasons], dtype=np.bool_)
-            doubted = np.array([reason is not None and disproves(reason) for reason in reasons], dtype=np.bool_)
-        finally:
-            for row in plan.rows.tolist():
-                self._flights.pop(row, None)
-            residency.promoted(plan, good, doubted)
+        if not flight.cancelled():
+            error = flight.exception()
+            if error is None:
+                reasons = flight.result()
+                good = np.array([reason is None for reason in reasons], dtype=np.bool_)
+                doubted = np.array([reason is not None and disproves(reason) for reason in reasons], dtype=np.bool_)
+            else:
+                log.error("promotion failed", exc_info=error)
+        self._residency.promoted(plan, good, doubted)
 
     def _read_jobs(self, plan: Promotion) -> list[ReadJob]:
         index, dram, space = self._residency.index, self._residency.dram, plan.space
@@ -206,13 +214,16 @@ class Transfer:
             for row, slot, page in zip(plan.rows.tolist(), plan.slots.tolist(), plan.pages.tolist(), strict=True)
         ]
 
-    async def fetch(self, space: Space, rows: U32, timeout: float) -> None:
-        """Brings `rows` into memory, waiting at most `timeout` seconds; what is not there then stays where it is.
+    async def fetch(self, space: Space, wanted: Callable[[], U32], timeout: float) -> None:
+        """Brings rows into memory, waiting at most `timeout` seconds; what is not there then stays where it is.
 
-        `rows` must be pinned by the caller's lease. Never waits for room: what finds none counts as not there.
+        `wanted` says which, all pinned by the caller's lease, and none once that has ended: it is asked again after
+        each wait, because rows that nobody pins may become other blocks. Never waits for room: what finds none counts
+        as not there.
         """
         deadline = asyncio.get_running_loop().time() + timeout
         while True:
+            rows = wanted()
             self.promote(space, rows)
             flights = {self._flights[row] for row in rows.tolist() if row in self._flights}
             left = deadline - asyncio.get_running_loop().time()

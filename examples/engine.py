@@ -51,7 +51,10 @@ def main() -> None:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto")
     if torch.cuda.is_available():
         model.to("cuda")
-    prefixes = PrefixCache(model, socket=arguments.socket) if arguments.socket else None  # 1: attach
+    # On a CPU a prompt takes seconds to compute: the disk is worth more waiting than by default.
+    prefixes = (
+        PrefixCache(model, socket=arguments.socket, timeout=5, wait=20) if arguments.socket else None
+    )  # 1: attach
 
     def answer(messages: list[dict[str, str]], max_new_tokens: int) -> dict[str, Any]:
         inputs = tokenizer.apply_chat_template(

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,8 @@ class DaemonProcess:
         return self.process is not None and self.process.poll() is None
 
 
-@pytest.fixture
-def start_daemon() -> Iterator[Callable[..., DaemonProcess]]:
-    """Starts daemons with other flags (`start_daemon(dram="8MiB")`); each is proved sound and ended after the test."""
+@contextmanager
+def _daemons() -> Iterator[Callable[..., DaemonProcess]]:
     daemons: list[DaemonProcess] = []
 
     def start(**flags: str) -> DaemonProcess:
@@ -113,7 +113,7 @@ def start_daemon() -> Iterator[Callable[..., DaemonProcess]]:
         return daemon
 
     yield start
-    failures = []
+    failures: list[str] = []
     for daemon in daemons:
         if daemon.running:
             os.kill(daemon.pid, signal.SIGCONT)
@@ -127,6 +127,20 @@ def start_daemon() -> Iterator[Callable[..., DaemonProcess]]:
 
 
 @pytest.fixture
+def start_daemon() -> Iterator[Callable[..., DaemonProcess]]:
+    """Starts daemons with other flags (`start_daemon(dram="8MiB")`); each is proved sound and ended after the test."""
+    with _daemons() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def shared_daemon() -> Iterator[DaemonProcess]:
+    """One running daemon for all tests of a module, which leave nothing in it that another could find."""
+    with _daemons() as start:
+        yield start()
+
+
+@pytest.fixture
 def daemon(start_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
     """A running daemon: 64 MiB of DRAM, 256 MiB of disk, no HBM pool."""
     return start_daemon()
@@ -134,6 +148,6 @@ def daemon(start_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
 
 @pytest.fixture
 def start_engine(start_daemon: Callable[..., DaemonProcess]) -> Iterator[Callable[..., Engine]]:
-    """Starts scripted engines in processes of their own (`start_engine(daemon, model="m")`), ended before the daemons."""
+    """Starts scripted engines, processes of their own (`start_engine(daemon, model="m")`), ended before the daemons."""
     with engines() as start:
         yield start

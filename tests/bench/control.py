@@ -1,7 +1,7 @@
 """The control round trip while another process stores at full speed and the cleaner writes to disk, against idle.
 
-A third process asks every half millisecond. In turn with the daemon it asks a bare uvloop server that does nothing else:
-what that one loses under the same load is the machine's doing (cores, scheduler), not the daemon's.
+A third process asks every half millisecond. In turn with the daemon it asks a bare uvloop server that does nothing
+else: what that one loses under the same load is the machine's doing (cores, scheduler), not the daemon's.
 """
 
 import asyncio
@@ -39,18 +39,18 @@ def run(bench: Bench) -> list[Row]:
     stored = written = wall = 0.0
     disk = bench.directory / "control" / "disk"
     flags = ("--dram", "1GiB", "--dram-low-watermark", "25%", "--disk", str(disk), "--disk-size", "4GiB")
-    echo_path = str(bench.directory / "echo.sock")
+    echo_path = bench.sockets / "echo.sock"
     with (
         Daemon(bench, "control", *flags) as daemon,
         Engine(storer, daemon.socket) as engine,
-        Engine(echo_server, echo_path) as echo,
+        Engine(echo_server, str(echo_path)) as echo,
     ):
         engine.receive()
         echo.receive()
         client = Client(daemon.socket)
         client.connect()
         with socket.socket(socket.AF_UNIX) as bare:
-            bare.connect(echo_path)
+            bare.connect(str(echo_path))
             for number in range(rounds):
                 bench.say(f"control round {number + 1}: idle")
                 wait_until_quiet(daemon)
@@ -65,7 +65,6 @@ def run(bench: Bench) -> list[Row]:
                 written += (demoted(daemon) - before) * BLOCK / GB
                 stored, wall = stored + one_stored * BLOCK / GB, wall + one_wall
         client.close()
-    os.unlink(echo_path)
     if not written:
         raise BenchError("the cleaner wrote nothing, so nothing was measured")
     bench.notes.append(f"control: stored at {stored / wall:.2f} GB/s, the cleaner wrote {written / wall:.2f} GB/s")

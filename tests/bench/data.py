@@ -67,12 +67,12 @@ SMALL = KVGroup(block_tokens=16, layers=4, kv_heads=2, head_dim=128)
 
 
 def cases(bench: Bench) -> list[Case]:
-    large, small = (128, 1024) if bench.quick else (512, 4096)
+    """vLLM's layout with the heads outermost, and one of older engines with K and V apart and the heads innermost."""
+    large, small, layouts = (128, 1024, ["LBHNC"]) if bench.quick else (512, 4096, ["LKBNHD", "LBHNC"])
     return [
-        Case("2 MiB", layout, LARGE, large, large, throughput=0.85, cpu=1.3) for layout in ("LKBNHD", "LBHNC")
-    ] + [
-        Case("64 KiB", layout, SMALL, small, 256, throughput=0.65, cpu=None) for layout in ("LKBNHD", "LBHNC")
-    ]  # fmt: skip
+        *(Case("2 MiB", layout, LARGE, large, large, throughput=0.85, cpu=1.3) for layout in layouts),
+        *(Case("64 KiB", layout, SMALL, small, 512, throughput=0.65, cpu=None) for layout in layouts),
+    ]
 
 
 def run(bench: Bench) -> list[Row]:
@@ -142,7 +142,7 @@ def paged(case: Case) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The storage of all layers in one piece, and the tensor that an engine has for each layer."""
     group, blocks = case.group, case.blocks
     if case.layout == "LKBNHD":
-        shape = (group.layers, 2, blocks, group.block_tokens, group.kv_heads, group.head_dim)
+        shape: tuple[int, ...] = (group.layers, 2, blocks, group.block_tokens, group.kv_heads, group.head_dim)
     else:
         shape = (group.layers, blocks, group.kv_heads, group.block_tokens, 2 * group.head_dim)
     whole = torch.empty(shape, dtype=torch.bfloat16)
@@ -194,7 +194,7 @@ class _Worker:
         self._load()
         check(bool((self._bytes == expected).all()), "loaded bytes are not those that were stored")
         for pool in self._session.pools.values():
-            pool.array()[:: 4096].sum()
+            pool.array()[::4096].sum()
         self._store()
         self._memcpy()
 

@@ -132,10 +132,10 @@ class _Raw:
         self._threads = ThreadPoolExecutor(RAW_THREADS)
 
     def write(self) -> None:
-        self._all(lambda number: os.pwritev(self._file, [self._payloads[number]], number * BLOCK))
+        self._all(lambda number: os.pwritev(self._file, [self._payloads[number].data], number * BLOCK))
 
     def read(self) -> None:
-        self._all(lambda number: os.preadv(self._file, [self._targets[number]], number * BLOCK))
+        self._all(lambda number: os.preadv(self._file, [self._targets[number].data], number * BLOCK))
 
     def _all(self, move: Callable[[int], int]) -> None:
         moved = list(self._threads.map(move, range(len(self._payloads))))

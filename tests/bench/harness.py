@@ -109,10 +109,14 @@ def below(limit: float) -> Target:
 
 @dataclass(slots=True)
 class Bench:
-    """One run: how long it may take, where its files lie, and where it says what it is doing."""
+    """One run: how long it may take, where its files lie, and where it says what it is doing.
+
+    Sockets have a directory of their own, because the kernel takes no path of more than 107 bytes for one.
+    """
 
     quick: bool
     directory: Path
+    sockets: Path
     say: Callable[[str], None]
     notes: list[str] = field(default_factory=list)
 
@@ -184,7 +188,7 @@ class Daemon:
         self._say = bench.say
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
-        self.socket = str(self._directory / "kv.sock")
+        self.socket = str(bench.sockets / f"{name}.sock")
         self._command = [
             *(str(Path(sys.executable).with_name("kvcascade")), "serve", "--socket", self.socket),
             *("--daemon-seed", SEED, "--dram-lock", "false", *flags),

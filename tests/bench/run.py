@@ -5,21 +5,22 @@ whether or not the targets are met (what is missed is listed), and 1 when someth
 """
 
 import argparse
+import shutil
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 # Run as a script with -P, so nothing of ours is on the path yet.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from rich.console import Console
-from rich.markup import escape
-
 from bench.harness import ROOT, Bench, Row, machine, write_results
 from bench.show import missed, show
+from rich.console import Console
+from rich.markup import escape
 
 SUBJECTS = {
     "data": "store and load against memcpy",
@@ -36,7 +37,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, epilog=f"subjects:\n{listing}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="smaller and shorter, in under a minute; less exact")
-    parser.add_argument("--only", metavar="SUBJECT", action="append", choices=SUBJECTS, help="only this; may be repeated")
+    parser.add_argument(
+        "--only", metavar="SUBJECT", action="append", choices=SUBJECTS, help="only this; may be repeated"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="where results and scratch files go")
     return parser.parse_args(argv)
 
@@ -61,13 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     broken: list[str] = []
     about = machine()
     options.out.mkdir(parents=True, exist_ok=True)
-    with console.status("starting") as status:
+    with console.status("starting") as status, TemporaryDirectory(prefix="kvcascade-bench-") as sockets:
         # Scratch files lie beside the results: on the file system that a user would choose, not in /tmp.
-        bench = Bench(options.quick, options.out / "scratch", lambda text: status.update(text))
+        scratch = options.out / "scratch"
+        bench = Bench(options.quick, scratch, Path(sockets), lambda text: status.update(text))
         for name in options.only or SUBJECTS:
             measured, broke = measure(name, bench, console)
             rows += measured
             broken += [name] * broke
+        shutil.rmtree(scratch, ignore_errors=True)
     show(console, rows)
     for note in bench.notes:
         console.print(note)

@@ -65,11 +65,19 @@ class Boot:
 
     def attach(self, wire, cid, body):
         self.sessions += 1
-        described = [{"id": i, "tier": "dram", "device": self.device, "bytes": self.claimed or PAGES * PAGE}
-                     for i in range(len(self.pools))]
-        reply = {"boot": self.boot, "session": self.boot[:8] + self.sessions.to_bytes(8, "big"),
-                 "attachment": b"a" * 16, "namespace": b"n" * 32, "pools": described,
-                 "warnings": ["another seed"], "lease_ms": 1000}
+        described = [
+            {"id": i, "tier": "dram", "device": self.device, "bytes": self.claimed or PAGES * PAGE}
+            for i in range(len(self.pools))
+        ]
+        reply = {
+            "boot": self.boot,
+            "session": self.boot[:8] + self.sessions.to_bytes(8, "big"),
+            "attachment": b"a" * 16,
+            "namespace": b"n" * 32,
+            "pools": described,
+            "warnings": ["another seed"],
+            "lease_ms": 1000,
+        }
         wire.reply(cid, reply, [fd for pool in self.pools for fd in (pool.memory, pool.readonly)])
 
     def close(self):
@@ -100,8 +108,12 @@ def clock():
 @pytest.fixture
 def session(scripted, boot, clock):
     session = Session(
-        namespace={"model": "m"}, probe=[b"p" * 32, b"q" * 32], engine=("test", "1"), socket_path=scripted.path,
-        timeout=PATIENCE_S, clock=clock,
+        namespace={"model": "m"},
+        probe=[b"p" * 32, b"q" * 32],
+        engine=("test", "1"),
+        socket_path=scripted.path,
+        timeout=PATIENCE_S,
+        clock=clock,
     )
     yield session
     session.close()
@@ -112,9 +124,15 @@ def reservation(session, lease=5, pages=(2,), generations=None):
 
     count = len(pages)
     return Reservation(
-        session.info.boot, lease, 0, np.ones(count, np.uint8), np.arange(count, dtype=np.uint32),
-        np.zeros(count, np.uint8), np.array(pages, np.uint32),
-        np.array(generations or [0] * count, np.uint32), None,
+        session.info.boot,
+        lease,
+        0,
+        np.ones(count, np.uint8),
+        np.arange(count, dtype=np.uint32),
+        np.zeros(count, np.uint8),
+        np.array(pages, np.uint32),
+        np.array(generations or [0] * count, np.uint32),
+        None,
     )
 
 
@@ -180,8 +198,12 @@ def no_memfd(boot):
 
 @pytest.mark.parametrize(
     ("lie", "names"),
-    [(lying_size, "were announced"), (short_table, "generations of pool 1"), (unsealed, "not sealed"),
-     (no_memfd, "memory of pool 1")],
+    [
+        (lying_size, "were announced"),
+        (short_table, "generations of pool 1"),
+        (unsealed, "not sealed"),
+        (no_memfd, "memory of pool 1"),
+    ],
 )
 def test_memory_that_is_not_as_announced_is_refused_before_it_is_mapped(boot, session, lie, names):
     lie(boot)
@@ -232,17 +254,31 @@ def test_closed_memory_goes_with_the_last_view(scripted, boot, session):
 def test_operations_return_what_the_daemon_said_as_arrays(scripted, session):
     h = scripted.handlers
     h["lookup"] = lambda wire, cid, body: wire.reply(
-        cid, {"lease": 9, "matched": 3, "ready": 2, "tiers": pack_u8([1, 1, 2]), "deadline_ms": 500})
+        cid, {"lease": 9, "matched": 3, "ready": 2, "tiers": pack_u8([1, 1, 2]), "deadline_ms": 500}
+    )
     h["load"] = lambda wire, cid, body: wire.reply(
-        cid, {"count": 2, "pools": pack_u8([0, 0]), "pages": pack_u32([4, 5]), "generations": pack_u32([6, 7])})
+        cid, {"count": 2, "pools": pack_u8([0, 0]), "pages": pack_u32([4, 5]), "generations": pack_u32([6, 7])}
+    )
     h["reserve"] = lambda wire, cid, body: wire.reply(
-        cid, {"lease": 10, "states": pack_u8([0, 1, 2, 1, 3]), "pools": pack_u8([0, 0]), "pages": pack_u32([1, 2]),
-              "generations": pack_u32([0, 0])})
+        cid,
+        {
+            "lease": 10,
+            "states": pack_u8([0, 1, 2, 1, 3]),
+            "pools": pack_u8([0, 0]),
+            "pages": pack_u32([1, 2]),
+            "generations": pack_u32([0, 0]),
+        },
+    )
     h["commit"] = lambda wire, cid, body: wire.reply(cid, {"ready": 1, "gone": 1})
     hashes = [b"h" * 32] * 8
     found = session.lookup(hashes, request="r1")
     assert (found.lease, found.matched, found.ready, found.tiers.tolist(), found.deadline_ms) == (
-        9, 3, 2, [1, 1, 2], 500)
+        9,
+        3,
+        2,
+        [1, 1, 2],
+        500,
+    )
     load = session.load(9, 3, wait_ms=10)
     assert (load.count, load.pages.tolist(), load.generations.tolist()) == (2, [4, 5], [6, 7])
     got = session.reserve(hashes, request="r1", start=3, tokens=np.arange(10, dtype=np.int64))
@@ -267,8 +303,12 @@ def test_waiting_for_promotion_never_outlasts_the_timeout(scripted, session):
 
 @pytest.mark.parametrize(
     "reply",
-    [{}, {"lease": 1, "matched": 2, "ready": 3, "tiers": b"\0\0"}, {"lease": 1, "matched": 2, "ready": 0, "tiers": b""},
-     {"lease": -1, "matched": 0, "ready": 0}],
+    [
+        {},
+        {"lease": 1, "matched": 2, "ready": 3, "tiers": b"\0\0"},
+        {"lease": 1, "matched": 2, "ready": 0, "tiers": b""},
+        {"lease": -1, "matched": 0, "ready": 0},
+    ],
 )
 def test_a_reply_that_contradicts_itself_is_a_protocol_error(scripted, session, reply):
     scripted.handlers["lookup"] = lambda wire, cid, body: wire.reply(cid, reply)
@@ -343,8 +383,9 @@ def test_a_slot_that_was_handed_on_is_not_written(scripted, boot, session):
 def test_a_reader_sees_which_slots_changed_under_its_copy(scripted, boot, session):
     # A13
     session.attach()
-    load = Load(session.info.boot, 1, 3, np.zeros(3, np.uint8), np.array([1, 2, 2**32 - 1], np.uint32),
-                np.zeros(3, np.uint32))
+    load = Load(
+        session.info.boot, 1, 3, np.zeros(3, np.uint8), np.array([1, 2, 2**32 - 1], np.uint32), np.zeros(3, np.uint32)
+    )
     with session.copying(load):
         boot.pools[0].generation(2, 1)
     assert session.intact(load).tolist() == [True, False, False]
@@ -464,8 +505,16 @@ def test_a_daemon_that_does_not_answer_attach_blocks_nobody_beyond_the_timeout(s
 
 
 def test_a_rank_joins_the_attachment_that_the_scheduler_names(scripted, boot):
-    with Session(namespace={}, probe=b"", engine=("test", "1"), role="rank", ranks=2, rank=1, attachment=b"a" * 16,
-                 socket_path=scripted.path) as rank:
+    with Session(
+        namespace={},
+        probe=b"",
+        engine=("test", "1"),
+        role="rank",
+        ranks=2,
+        rank=1,
+        attachment=b"a" * 16,
+        socket_path=scripted.path,
+    ) as rank:
         rank.failed(1, [1])
         rank.join(b"a" * 16)
         rank.failed(1, [1])
@@ -473,7 +522,9 @@ def test_a_rank_joins_the_attachment_that_the_scheduler_names(scripted, boot):
         rank.join(b"b" * 16)
         rank.failed(1, [1])
         assert [(h["attachment"], h["rank"], h["ranks"]) for h in scripted.asked("attach")] == [
-            (b"a" * 16, 1, 2), (b"b" * 16, 1, 2)]
+            (b"a" * 16, 1, 2),
+            (b"b" * 16, 1, 2),
+        ]
 
 
 def test_close_waits_for_copies_then_detaches(scripted, session):

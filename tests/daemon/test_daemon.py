@@ -37,6 +37,10 @@ def files_under(directory):
     return {str(path.relative_to(directory)) for path in directory.rglob("*")}
 
 
+def descriptors_of(daemon):
+    return sum(1 for _ in Path(f"/proc/{daemon.pid}/fd").iterdir())
+
+
 def shared_memory():
     return {path.name for path in Path("/dev/shm").iterdir()}
 
@@ -199,7 +203,7 @@ def test_engines_that_are_killed_leave_nothing_in_the_daemon(daemon, start_engin
     warm = start_engine(daemon)
     warm.store(prompt("a", 8))
     warm.close()
-    descriptors = eventually(lambda: at_rest(daemon) and len(os.listdir(f"/proc/{daemon.pid}/fd")))
+    descriptors = eventually(lambda: at_rest(daemon) and descriptors_of(daemon))
     for _ in range(3):
         engine = start_engine(daemon)
         engine.lookup(prompt("a", 8))
@@ -208,7 +212,7 @@ def test_engines_that_are_killed_leave_nothing_in_the_daemon(daemon, start_engin
         engine.kill()
         eventually(lambda: at_rest(daemon))
     assert daemon.status()["index"]["blocks"] == 8
-    eventually(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) == descriptors)
+    eventually(lambda: descriptors_of(daemon) == descriptors)
 
 
 def test_a_session_above_the_limit_is_told_so(start_daemon, start_engine):

@@ -326,11 +326,14 @@ def test_hashes_of_the_wrong_width_are_refused_by_name():
 # ---------------------------------------------------------------------------------------------------------- module
 
 
-@pytest.mark.parametrize(("uid", "runtime", "path"), [
-    (0, "/run/user/0", "/run/kvcascade/kvcascade.sock"),
-    (7, "/run/user/7", "/run/user/7/kvcascade/kvcascade.sock"),
-    (7, None, "/tmp/kvcascade-7/kvcascade.sock"),
-])
+@pytest.mark.parametrize(
+    ("uid", "runtime", "path"),
+    [
+        (0, "/run/user/0", "/run/kvcascade/kvcascade.sock"),
+        (7, "/run/user/7", "/run/user/7/kvcascade/kvcascade.sock"),
+        (7, None, "/tmp/kvcascade-7/kvcascade.sock"),
+    ],
+)
 def test_the_default_socket_is_the_users_own(monkeypatch, uid, runtime, path):
     monkeypatch.setattr(os, "getuid", lambda: uid)
     if runtime is None:
@@ -342,8 +345,10 @@ def test_the_default_socket_is_the_users_own(monkeypatch, uid, runtime, path):
 
 def test_protocol_client_and_attachment_import_nothing_heavy():
     heavy = ["torch", "numpy", "redis", "cuda", "pydantic", "asyncio", "uvloop"]
-    code = ("import sys, kvcascade.daemon.protocol, kvcascade.daemon.client, kvcascade.daemon.attachment\n"
-            f"print([m for m in {heavy} if m in sys.modules])")
+    code = (
+        "import sys, kvcascade.daemon.protocol, kvcascade.daemon.client, kvcascade.daemon.attachment\n"
+        f"print([m for m in {heavy} if m in sys.modules])"
+    )
     found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 

@@ -13,7 +13,7 @@ from engines.scripted import EngineError, eventually, hashes_of, namespace, prom
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcascade.config.errors import ProtocolError, Refused
+from kvcascade.config.errors import CascadeError, ProtocolError, Refused
 from kvcascade.daemon import protocol
 from kvcascade.daemon.protocol import HEADER, MAGIC, MAX_BODY, FrameDecoder, Kind, decode_body, encode
 from kvcascade.tiers.block import none_hash, probe_hashes
@@ -80,6 +80,22 @@ class Raw:
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
+
+
+@pytest.fixture
+def daemon(shared_daemon):
+    return shared_daemon
+
+
+@pytest.fixture
+def own_daemon(start_daemon):
+    return start_daemon()
+
+
+@pytest.fixture
+def chain(request):
+    """Hashes that no other test stores."""
+    return b"".join(hashes_of(prompt(request.node.name, 4)))
 
 
 @pytest.fixture
@@ -227,7 +243,7 @@ WRONG = [
     ({"op": "reserve", "hashes": CHAIN + CHAIN}, "'hashes'"),
     ({"op": "commit", "lease": 1, "blocks": b"123"}, "'blocks'"),
     ({"op": "commit", "lease": 1, "blocks": b""}, "lease: 1"),
-    ({"op": "commit", "lease": 1 << 64, "blocks": b""}, "lease"),
+    ({"op": "commit", "lease": 1 << 64, "blocks": b""}, "a tag"),
     ({"op": "abort", "lease": 1, "blocks": b""}, "lease: 1"),
     ({"op": "abort", "lease": None, "blocks": b""}, "'lease'"),
     ({"op": "failed", "lease": 1, "blocks": b"1234"}, "lease: 1"),
@@ -278,7 +294,7 @@ WRONG_ATTACH = [
 
 @pytest.mark.parametrize(("changes", "named"), WRONG_ATTACH, ids=[n for _, n in WRONG_ATTACH])
 def test_what_is_not_recognised_is_refused_at_attach_by_name(daemon, raw, changes, named):
-    with pytest.raises((ProtocolError, Refused), match=named):
+    with pytest.raises(CascadeError, match=named):
         raw.attach(**changes)
     # The refusal is no end: the same connection may attach with what is right.
     assert raw.attach()["namespace"] == NAMESPACE.fingerprint()
@@ -307,10 +323,10 @@ def u32(*numbers):
     return struct.pack(f"<{len(numbers)}I", *numbers)
 
 
-def test_releasing_twice_is_nothing_to_complain_about(daemon, attached):
-    reserved = attached.call("reserve", hashes=CHAIN)
+def test_releasing_twice_is_nothing_to_complain_about(daemon, attached, chain):
+    reserved = attached.call("reserve", hashes=chain)
     attached.call("commit", lease=reserved["lease"], blocks=u32(0, 1, 2, 3))
-    lease = attached.call("lookup", hashes=CHAIN, request="r")["lease"]
+    lease = attached.call("lookup", hashes=chain, request="r")["lease"]
     for _ in range(2):
         attached.call("release", leases=struct.pack("<QQ", lease, 12345))
     assert daemon.status()["leases"]["live"] == 0
@@ -318,39 +334,39 @@ def test_releasing_twice_is_nothing_to_complain_about(daemon, attached):
         attached.call("load", lease=lease, count=4)
 
 
-def test_asking_again_for_one_request_renews_its_one_lease(daemon, attached):
+def test_asking_again_for_one_request_renews_its_one_lease(daemon, attached, chain):
     # C1: a lookup repeated five times pins once.
-    reserved = attached.call("reserve", hashes=CHAIN)
+    reserved = attached.call("reserve", hashes=chain)
     attached.call("commit", lease=reserved["lease"], blocks=u32(0, 1, 2, 3))
-    assert len({attached.call("lookup", hashes=CHAIN, request="r")["lease"] for _ in range(5)}) == 1
+    assert len({attached.call("lookup", hashes=chain, request="r")["lease"] for _ in range(5)}) == 1
     assert daemon.status()["leases"]["pins"] == 4
 
 
-def test_a_commit_after_an_abort_makes_nothing_findable(daemon, attached):
-    lease = attached.call("reserve", hashes=CHAIN)["lease"]
+def test_a_commit_after_an_abort_makes_nothing_findable(daemon, attached, chain):
+    lease = attached.call("reserve", hashes=chain)["lease"]
     attached.call("abort", lease=lease, blocks=b"")
     with pytest.raises(Refused, match="lease"):
         attached.call("commit", lease=lease, blocks=u32(0))
-    assert attached.call("lookup", hashes=CHAIN, request="r")["matched"] == 0
+    assert attached.call("lookup", hashes=chain, request="r")["matched"] == 0
 
 
-def test_a_block_that_is_not_reserved_cannot_be_committed(daemon, attached):
-    lease = attached.call("reserve", hashes=CHAIN)["lease"]
+def test_a_block_that_is_not_reserved_cannot_be_committed(daemon, attached, chain):
+    lease = attached.call("reserve", hashes=chain)["lease"]
     for blocks in (u32(4), u32(0xFFFFFFFF), u32(0, 0)):
         with pytest.raises(Refused, match="blocks"):
             attached.call("commit", lease=lease, blocks=blocks)
     assert attached.call("commit", lease=lease, blocks=u32(0, 1, 2, 3)) == {"ready": 4, "gone": 0}
 
 
-def test_another_attachment_can_neither_commit_abort_load_nor_release(daemon, attached, connect):
+def test_another_attachment_can_neither_commit_abort_load_nor_release(daemon, attached, connect, chain):
     other = connect()
     other.attach()
-    lease = attached.call("reserve", hashes=CHAIN)["lease"]
+    lease = attached.call("reserve", hashes=chain)["lease"]
     for op in ("commit", "abort"):
         with pytest.raises(Refused, match="lease"):
             other.call(op, lease=lease, blocks=u32(0))
     attached.call("commit", lease=lease, blocks=u32(0, 1, 2, 3))
-    held = attached.call("lookup", hashes=CHAIN, request="r")["lease"]
+    held = attached.call("lookup", hashes=chain, request="r")["lease"]
     other.call("release", leases=struct.pack("<Q", held))
     with pytest.raises(Refused, match="lease"):
         other.call("load", lease=held, count=4)
@@ -359,7 +375,7 @@ def test_another_attachment_can_neither_commit_abort_load_nor_release(daemon, at
     assert attached.call("load", lease=held, count=4)["count"] == 4
 
 
-def test_a_rank_cannot_commit_what_another_rank_writes(daemon, connect):
+def test_a_rank_cannot_commit_what_another_rank_writes(daemon, connect, chain):
     # One KV head and two ranks: replicas take turns, block i is written by rank i mod 2.
     shape = namespace(kv_heads=1)
     scheduler = connect()
@@ -367,14 +383,14 @@ def test_a_rank_cannot_commit_what_another_rank_writes(daemon, connect):
     ranks = [connect(), connect()]
     for number, rank in enumerate(ranks):
         rank.attach(role="rank", ranks=2, rank=number, attachment=token, namespace=shape.to_map())
-    lease = scheduler.call("reserve", hashes=CHAIN)["lease"]
+    lease = scheduler.call("reserve", hashes=chain)["lease"]
     with pytest.raises(Refused, match="rank 0 does not write block 1"):
         ranks[0].call("commit", lease=lease, blocks=u32(0, 1))
     with pytest.raises(Refused, match="'scheduler' writes no slots"):
         scheduler.call("commit", lease=lease, blocks=u32(0))
     assert ranks[0].call("commit", lease=lease, blocks=u32(0, 2))["ready"] == 2
     assert ranks[1].call("commit", lease=lease, blocks=u32(1, 3))["ready"] == 2
-    assert scheduler.call("lookup", hashes=CHAIN, request="r")["matched"] == 4
+    assert scheduler.call("lookup", hashes=chain, request="r")["matched"] == 4
 
 
 def test_a_rank_of_another_model_cannot_join(daemon, connect):
@@ -393,10 +409,10 @@ def test_a_prompt_without_a_full_block_is_a_miss(attached):
 def test_token_ids_that_the_daemon_cannot_keep_are_refused_by_name(daemon, start_engine):
     # Non-cryptographic hashes: token ids are kept as u32 and compared. sha256 hashes the same ids as vLLM does.
     tokens = [1 << 32, *range(15)]
-    with pytest.raises(EngineError, match="4294967296|u32|2\\^32"):
+    with pytest.raises(EngineError, match=r"4294967296|u32|2\^32"):
         start_engine(daemon, algo="xxhash_cbor").store(tokens, keep_tokens=True)
     assert start_engine(daemon).store(tokens) == {"states": ["SLOT"], "ready": 1}
-    with pytest.raises(EngineError, match="negative|-1"):
+    with pytest.raises(EngineError, match=r"negative|-1"):
         start_engine(daemon).store([-1, *range(15)])
 
 
@@ -407,7 +423,7 @@ def test_the_pools_memory_can_be_neither_truncated_nor_grown_and_generations_not
     memory, generations = attached.descriptors
     for descriptor in (memory, generations):
         for size in (0, 1 << 40):
-            with pytest.raises(OSError, match="not permitted|Invalid argument"):
+            with pytest.raises(OSError, match=r"not permitted|Invalid argument"):
                 os.ftruncate(descriptor, size)
     with pytest.raises(PermissionError):
         mmap.mmap(generations, 4096, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -450,10 +466,12 @@ def test_a_client_that_never_reads_is_cut_off_and_nobody_waits_for_it(daemon, ra
     unharmed(daemon)
 
 
-def test_a_session_with_many_waiting_loads_is_not_read_on_and_holds_nothing_after_its_end(daemon, attached, connect):
-    lease = attached.call("reserve", hashes=CHAIN)["lease"]
+def test_a_session_with_many_waiting_loads_is_not_read_on_and_holds_nothing_after_its_end(
+    daemon, attached, connect, chain
+):
+    lease = attached.call("reserve", hashes=chain)["lease"]
     attached.call("commit", lease=lease, blocks=u32(0, 1, 2, 3))
-    held = attached.call("lookup", hashes=CHAIN, request="r")["lease"]
+    held = attached.call("lookup", hashes=chain, request="r")["lease"]
     for number in range(200):
         attached.send(encode(Kind.REQUEST, 100 + number, {"op": "load", "lease": held, "count": 4, "wait_ms": 60_000}))
     assert [attached.receive().correlation for _ in range(200)] == list(range(100, 300))
@@ -467,7 +485,7 @@ values = st.one_of(
     st.sampled_from([LEASE, RESERVATION, TOKEN, CHAIN, CHAIN[:32], CHAIN[32:], CHAIN[:33], PROBE, b"", b"\0" * 16]),
     st.sampled_from([0, 1, 2, 4, -1, 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 1, 1 << 64, -(1 << 64)]),
     st.sampled_from([u32(0), u32(3), u32(0, 1, 2, 3), u32(4), u32(0xFFFFFFFF), u32(1, 1)]),
-    st.sampled_from([None, True, False, 0.5, float("nan"), "", "r", "engine", "rank", "tool", [], {}, [[1]], {"a": {}}]),
+    st.sampled_from([None, True, False, 0.5, float("nan"), "", "r", "engine", "rank", "tool", [], {}, [[1]]]),
     st.binary(max_size=70),
     st.sampled_from([NAMESPACE.to_map(), {**NAMESPACE.to_map(), "groups": [None]}, {"model": 1}]),
 )  # fmt: skip
@@ -487,7 +505,8 @@ requests = st.lists(
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(script=requests)
-def test_any_sequence_of_requests_is_answered_and_leaves_the_daemon_sound(daemon, script):
+def test_any_sequence_of_requests_is_answered_and_leaves_the_daemon_sound(own_daemon, script):
+    daemon = own_daemon
     client = Raw(daemon.socket)
     try:
         known = {TOKEN: client.attach()["attachment"], LEASE: 0, RESERVATION: 0}
@@ -501,6 +520,8 @@ def test_any_sequence_of_requests_is_answered_and_leaves_the_daemon_sound(daemon
                 known[LEASE if op == "lookup" else RESERVATION] = answer["lease"]
                 known[LEASE] = known[LEASE] or answer["lease"]
         assert daemon.check() == []
+        # A lost socket alone would leave its slots quarantined while this process lives.
+        client.call("detach")
     finally:
         client.close()
     unharmed(daemon)

@@ -1,7 +1,7 @@
 """A node without its sockets: the real index, pools and disk under one cache, on a clock that a test moves.
 
-Blocks are true to their key: `pattern` says which bytes a block must have, each rank of an engine writes its own part of
-them, and `expect_true` compares what lies in the slots that a load was given.
+Blocks are true to their key: `pattern` says which bytes a block must have, each rank of an engine writes its own part
+of them, and `expect_true` compares what lies in the slots that a load was given.
 """
 
 import asyncio
@@ -34,6 +34,7 @@ U8 = npt.NDArray[np.uint8]
 SLAB = 1 << 20
 BLOCK = 64 << 10  # of NAMESPACE: 16 to a slab
 TOKENS = 4
+ENDLESS = 200
 
 NAMESPACE = Namespace(
     model="m",
@@ -298,6 +299,7 @@ class Node:
         """Copies down as the cleaner does, until nothing is planned any more."""
         plans = []
         while (plan := self.residency.plan_demotion(everything=everything)) is not None:
+            assert len(plans) < ENDLESS, f"demotion does not come to an end: {plan}"
             if plan.source is Tier.HBM:
                 self.copy(plan)
                 done = np.ones(len(plan.rows), dtype=np.bool_)
@@ -325,6 +327,7 @@ class Node:
         """Moves slabs as the cleaner does, until nothing is planned any more; how many were tried."""
         moves = 0
         while (plan := self.residency.plan_move()) is not None:
+            assert moves < ENDLESS, f"slabs are moved to and fro: {plan}"
             self.copy(plan)
             self.residency.moved(plan, True)
             moves += 1

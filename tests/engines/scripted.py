@@ -314,6 +314,19 @@ class Side:
             copies = [pools[p].slot(page, self._nbytes).copy() for p, page in _places(self._load)]
         return self._judged(copies, self._load, tokens)
 
+    def load_value(self, lease: int, count: int) -> list[Any]:
+        """`load` for the ranks: a plain value that `read_value` takes in another process."""
+        held = self._session.load(lease, count)
+        return [held.boot, held.lease, held.count, held.pools.tobytes(), held.pages.tobytes(),
+                held.generations.tobytes()]  # fmt: skip
+
+    def read_value(self, value: list[Any], tokens: list[int]) -> dict[str, list[int]]:
+        boot, lease, count, pools, pages, generations = value
+        self._session.attach()
+        self._load = Load(boot, lease, count, np.frombuffer(pools, np.uint8), np.frombuffer(pages, np.uint32),
+                          np.frombuffer(generations, np.uint32))  # fmt: skip
+        return self.read(tokens)
+
     def read_slowly(self, tokens: list[int]) -> None:
         """Begins to copy what the last load gave; `read_on` copies the rest."""
         pools = self._copies.enter_context(self._session.copying(self._load))
@@ -330,8 +343,14 @@ class Side:
     def _judged(self, copies: list[U8], load: Load, tokens: list[int]) -> dict[str, list[int]]:
         """Blocks that are intact, and those of them whose bytes are not theirs: a lie."""
         intact = self._session.intact(load).tolist()
+        blocks = self._hashes(tokens)
         whole = [bool(np.array_equal(copy, oracle(self._fingerprint, block_hash, self._nbytes)))
-                 for copy, block_hash in zip(copies, self._hashes(tokens), strict=False)]  # fmt: skip
+                 for copy, block_hash in zip(copies, blocks, strict=False)]  # fmt: skip
+        for i, good in enumerate(intact):
+            if good and not whole[i]:
+                known = {_key(self._fingerprint, block_hash): n for n, block_hash in enumerate(blocks)}
+                found = [str(known.get(key, f"{key:x}")) for key in origins(copies[i])]
+                print(f"block {i} is a lie: it holds words of {', '.join(found[:8])}", file=sys.stderr)
         return {
             "intact": [i for i, good in enumerate(intact) if good],
             "foreign": [i for i, good in enumerate(intact) if good and not whole[i]],
@@ -368,6 +387,7 @@ class Side:
     def take_over(self, tokens: list[int], value: list[Any]) -> None:
         """A rank is told of the reservation that its scheduler made."""
         boot, lease, start, states, blocks, pools, pages, generations = value
+        self._session.attach()
         self._chain = self._hashes(tokens)
         self._reservation = Reservation(
             boot, lease, start, np.frombuffer(states, np.uint8), np.frombuffer(blocks, np.uint32),
@@ -451,6 +471,10 @@ class Side:
                     continue
         eventually(lambda: not self._session.attached)
         return cut
+
+    def claim(self, token: bytes) -> None:
+        """Says for another process's session that its copies have ended."""
+        self._session._resume = token
 
     def fork(self) -> dict[str, Any]:
         """A child made by `os.fork` tries to go on with its parent's session; what it met."""
