@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvcascade.config.errors import ProtocolError, Refused
+from kvcascade.config.errors import ConfigError, ProtocolError, Refused
 from kvcascade.config.settings import Settings
 from kvcascade.tiers.block import head_range
 from kvcascade.tiers.namespace import Namespace
@@ -73,7 +73,10 @@ class Cache:
             raise Refused(f"ranks: {ranks} is not between 1 and {MAX_RANKS}")
         for shape in namespace.groups:
             head_range(shape.kv_heads, ranks, 0, shape.kind)
-        spaces = tuple(self.residency.space(namespace, group) for group in range(len(namespace.groups)))
+        try:
+            spaces = tuple(self.residency.space(namespace, group) for group in range(len(namespace.groups)))
+        except ConfigError as error:
+            raise Refused(f"namespace: {error}") from error
         attachment = Attachment(secrets.token_bytes(16), spaces, ranks, engine)
         self.attachments[attachment.token] = attachment
         return attachment

@@ -31,13 +31,12 @@ NO_ROW = 0xFFFFFFFF
 NO_SLOT = 0xFFFFFFFF
 
 _EMPTY = np.uint64(0)
-_LOW = np.uint64(0xFFFFFFFF)
 _HIGH = np.uint64(0xFFFFFFFF00000000)
 _TOMB = np.uint64(0xFFFFFFFF)  # the low half of a live entry is row + 1, which never reaches this
 _ONE = np.uint64(1)
 _NO_ENTRY = np.uint64(0xFFFFFFFE)  # no row is so large
-# At most a quarter of the table is used: of 1,024 keys 0.03 lie further from their place, 2.4 further than 4.
-_PROBED = np.arange(8, dtype=np.uint64)[:, np.newaxis]
+# At most a quarter of the table is used: of 1,024 keys 0.03 lie beyond these, 2.4 would lie beyond 4.
+_FIRST_PLACES = np.arange(8, dtype=np.uint64)[:, np.newaxis]
 _MIX = 0x9E3779B97F4A7C15
 _LATEST = np.uint64(1 << 62)  # a recorded stamp beyond it is taken for it: new ones must stay larger
 
@@ -140,45 +139,46 @@ class Index:
 
     def find(self, space: int, keys: U64) -> U32:
         """Rows of `keys` (n, 4), NO_ROW where absent. Pending rows are found too."""
-        rows = np.full(len(keys), NO_ROW, dtype=np.uint32)
         spread = keys[:, 0] ^ self._salt(space)
         tag, position = spread & _HIGH, spread & self._mask
-        index: npt.NDArray[np.intp] = np.arange(len(keys))
-        while len(index):
-            # numpy's cost is by the call, so a key's next few places are read at once. What differs in its tag, is
-            # empty or a tombstone becomes larger than any row.
-            entries = self._table[(position + _PROBED) & self._mask]
-            lowest = ((entries ^ tag) - _ONE).min(axis=0)
-            alike = lowest < _NO_ENTRY
-            row = np.where(alike, lowest, _EMPTY).astype(np.uint32)
-            differs = self.key[row] ^ keys
-            same = alike & ((differs[:, 0] | differs[:, 1] | differs[:, 2] | differs[:, 3]) == _EMPTY)
-            same &= self.space[row] == space
-            rows[index[same]] = row[same]
-            if same.all():
-                break
-            # The entry of another key that has the same tag may hide the one that is sought.
-            for one in np.flatnonzero(alike & ~same).tolist():
-                rows[index[one]] = self._walk(space, keys[one], position[one], tag[one])
-            again = ~alike & (entries.min(axis=0) != _EMPTY)
-            index, position, tag, keys = (
-                index[again],
-                position[again] + np.uint64(len(_PROBED)),
-                tag[again],
-                keys[again],
-            )
+        # numpy's cost is by the call, so a key's first few places are read at once: nearly all lie there. What differs
+        # in its tag, is empty or a tombstone becomes larger than any row.
+        entries = self._table[(position + _FIRST_PLACES) & self._mask]
+        lowest = ((entries ^ tag) - _ONE).min(axis=0)
+        alike = lowest < _NO_ENTRY
+        row = np.where(alike, lowest, _EMPTY).astype(np.uint32)
+        found = alike & self._is(row, space, keys)
+        if found.all():
+            return row
+        rows = np.where(found, row, np.uint32(NO_ROW))
+        # Those that may lie further on, and those hidden by another key's entry with the same tag.
+        left = np.flatnonzero(~found & (alike | (entries != _EMPTY).all(axis=0)))
+        if len(left):
+            rows[left] = self._find_by_place(space, keys[left], tag[left], position[left])
         return rows
 
-    def _walk(self, space: int, key: U64, position: np.uint64, tag: np.uint64) -> int:
-        """`find` for one key from `position` on, place by place."""
-        while True:
-            entry = self._table[position & self._mask]
-            if entry == _EMPTY:
-                return NO_ROW
-            row = int((entry ^ tag) - _ONE) if entry != tag else NO_ROW
-            if row < _NO_ENTRY and self.space[row] == space and (self.key[row] == key).all():
-                return row
-            position += _ONE
+    def _is(self, rows: U32, space: int, keys: U64) -> Mask:
+        """Which of `rows` are those of `keys`."""
+        differs = self.key[rows] ^ keys
+        same: Mask = (differs[:, 0] | differs[:, 1] | differs[:, 2] | differs[:, 3]) == _EMPTY
+        same &= self.space[rows] == space
+        return same
+
+    def _find_by_place(self, space: int, keys: U64, tag: U64, position: U64) -> U32:
+        """`find`, one place at a time."""
+        rows = np.full(len(keys), NO_ROW, dtype=np.uint32)
+        index = np.arange(len(keys))
+        while len(index):
+            entry = self._table[position]
+            row = (entry ^ tag) - _ONE
+            alike = row < _NO_ENTRY
+            row = np.where(alike, row, _EMPTY).astype(np.uint32)
+            found = alike & self._is(row, space, keys)
+            rows[index[found]] = row[found]
+            again = ~found & (entry != _EMPTY)
+            index, tag, keys = index[again], tag[again], keys[again]
+            position = (position[again] + _ONE) & self._mask
+        return rows
 
     def _salt(self, space: int) -> np.uint64:
         return np.uint64((space * _MIX + 0x632BE59BD9B4E019) & 0xFFFFFFFFFFFFFFFF)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcascade.config.errors import Refused
+from kvcascade.daemon.index import RowState
 from kvcascade.daemon.lease import Fence, Writer
 from kvcascade.daemon.protocol import BlockState, Tier
 from kvcascade.daemon.residency import Demotion, Move, Promotion, Slots
@@ -59,7 +60,6 @@ class Holding:
     path: tuple[int, ...]
     slots: Slots
     deadline: float
-    doubted: int
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -125,8 +125,6 @@ class CacheMachine(RuleBasedStateMachine):
 
     def wind_up(self) -> None:
         """Everybody dies, everything in flight ends: all budgets are 0, and what is on disk is true."""
-        import os
-        if "SHOW" in os.environ: print(dict(self.node.residency.counters), len(self.node.disk._by_id) if self.disk else None)
         while self.flights:
             self.finish(self.flights.pop(0), whole=True)
         for engine, writer in self.lost:
@@ -353,9 +351,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     # ---- loading
 
-    @rule(data=st.data(), path=PATHS, again=st.booleans())
-    def look_up(self, data: st.DataObject, path: tuple[int, ...], again: bool) -> None:
+    @rule(data=st.data(), again=st.booleans(), promote=st.booleans())
+    def look_up(self, data: st.DataObject, again: bool, promote: bool) -> None:
         engine = self.one(data)
+        path = data.draw(st.sampled_from(sorted(self.offered)))
         request = b"r" if again else b""
         match = engine.lookup(path, request)
         assert match.ready <= match.matched <= len(path)
@@ -365,7 +364,12 @@ class CacheMachine(RuleBasedStateMachine):
             assert len(slots.pages) == match.ready
             engine.expect_true(path, slots)
             deadline = self.node.clock.now + self.node.settings.leases.lookup
-            self.holding.append(Holding(engine, match.lease, path, slots, deadline, len(path)))
+            self.holding.append(Holding(engine, match.lease, path, slots, deadline))
+            if promote and match.ready < match.matched:
+                lease = engine.lease(match.lease)
+                plan = self.node.residency.plan_promotion(lease.space, lease.rows)
+                if plan is not None:
+                    self.flights.append(plan)
         elif again:
             kept = set(engine.attachment.leases)
             self.holding = [h for h in self.holding if h.engine is not engine or h.lease in kept]
@@ -382,8 +386,10 @@ class CacheMachine(RuleBasedStateMachine):
         holding = data.draw(st.sampled_from(self.holding))
         rows = holding.engine.lease(holding.lease).rows
         block = data.draw(st.integers(0, len(rows) - 1))
+        findable = self.node.residency.index.state[rows[block]] == RowState.READY
         self.node.cache.failed(holding.engine.attachment, holding.lease, np.array([block], dtype=np.uint32))
-        assert holding.engine.matched(holding.path) <= block
+        # If this copy was doubted before, another may have been stored since, and nobody doubts that one.
+        assert not findable or holding.engine.matched(holding.path) <= block
 
     @invariant()
     def a_live_lease_keeps_its_slots_and_their_bytes(self) -> None:
@@ -408,15 +414,6 @@ class CacheMachine(RuleBasedStateMachine):
             self.finish(self.flights.pop(), whole=True)
         self.node.move()
         self.loop.run_until_complete(self.node.demote())
-
-    @precondition(lambda self: self.holding and self.disk is not None)
-    @rule(data=st.data())
-    def plan_promotion(self, data: st.DataObject) -> None:
-        holding = data.draw(st.sampled_from(self.holding))
-        lease = holding.engine.lease(holding.lease)
-        plan = self.node.residency.plan_promotion(lease.space, lease.rows)
-        if plan is not None:
-            self.flights.append(plan)
 
     @precondition(lambda self: self.flights)
     @rule(data=st.data(), whole=st.sampled_from([True, True, True, False]))
@@ -467,5 +464,5 @@ class CacheMachine(RuleBasedStateMachine):
                 assert set(engine.attachment.reservations) <= open_leases
 
 
-CacheMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 TestCacheMachine: Any = CacheMachine.TestCase
