@@ -21,9 +21,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcascade.config.errors import Refused
 from kvcascade.daemon.index import RowState
 from kvcascade.daemon.lease import Fence, Writer
-from kvcascade.daemon.protocol import BlockState, Tier
+from kvcascade.daemon.protocol import POOL_DRAM, BlockState, Tier
 from kvcascade.daemon.residency import Demotion, Move, Promotion, Slots
 from kvcascade.tiers.disk import disproves
+from kvcascade.tiers.pool import SlotState
 
 PLAIN = namespace("plain", layers=32)  # 128 KiB a block
 LARGE = namespace("large", layers=110, kv_heads=2)  # 220 KiB
@@ -232,13 +233,8 @@ class CacheMachine(RuleBasedStateMachine):
             blocks = [block for r, block in chosen if r == rank]
             for block in blocks:
                 storing.engine.write(storing.path[: block + 1], *storing.slots[block], rank)
-            try:
-                ready, gone = storing.engine.commit(storing.lease, blocks, rank)
-            except Refused:
-                # It has ended: then nobody may be waited for any more.
-                assert storing.lease not in storing.engine.attachment.reservations
-                storing.held.clear()
-                break
+            # It cannot have ended: this rank has not let go.
+            ready, gone = storing.engine.commit(storing.lease, blocks, rank)
             said = {(rank, block) for block in blocks}
             storing.held -= said
             storing.said |= said
@@ -265,11 +261,7 @@ class CacheMachine(RuleBasedStateMachine):
         rank = data.draw(st.integers(0, storing.engine.attachment.ranks - 1)) if by_rank else None
         if rank is not None and any(e is storing.engine and w.rank == rank for e, w in self.lost):
             return
-        try:
-            storing.engine.abort(storing.lease, blocks, rank)
-        except Refused:
-            assert storing.lease not in storing.engine.attachment.reservations
-            storing.held.clear()
+        storing.engine.abort(storing.lease, blocks, rank)
         if rank is not None:
             storing.held -= {(rank, block) for block in (storing.slots if blocks is None else blocks)}
         self.tidy()
@@ -451,6 +443,14 @@ class CacheMachine(RuleBasedStateMachine):
             self.node.expect_sound()
             if self.disk is not None:
                 assert self.disk.used <= self.disk.capacity
+
+    @invariant()
+    def a_slot_that_somebody_may_be_writing_is_nobody_elses(self) -> None:
+        held = [storing.slots[block] for storing in self.storing for block in {block for _, block in storing.held}]
+        assert len(set(held)) == len(held)
+        for pool, page in held:
+            slots = self.node.dram.pool if pool == POOL_DRAM else self.node.hbm.pool
+            assert slots.states([page])[0] in (SlotState.PENDING, SlotState.QUARANTINED)
 
     @invariant()
     def nothing_of_an_ended_reservation_is_quarantined(self) -> None:
