@@ -8,7 +8,7 @@ socket alone proves nothing about a process that may be in the middle of a copy.
 """
 
 from dataclasses import dataclass, field
-from enum import IntEnum
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -48,13 +48,13 @@ class Lease:
     counted: int = 0  # leading blocks whose tokens were already counted as hits
 
 
-class Entry(IntEnum):
-    """What became of a reserved block."""
+class Entry:
+    """What became of a reserved block. Plain numbers, as `RowState` is."""
 
-    OPEN = 0
-    READY = 1
-    GONE = 2  # given up; the slot is quarantined while `remaining` has bits
-    CLOSED = 3  # given up and the slot is free
+    OPEN: Final = 0
+    READY: Final = 1
+    GONE: Final = 2  # given up; the slot is quarantined while `remaining` has bits
+    CLOSED: Final = 3  # given up and the slot is free
 
 
 @dataclass(eq=False, slots=True)
