@@ -114,6 +114,7 @@ class Residency:
         self.spaces: list[Space] = []
         self.counters: Counter[str] = Counter()
         self.wake: Callable[[], None] = lambda: None  # called when the cleaner may have work
+        self.grew: Callable[[], None] = lambda: None  # called when memory has come online
         self.give_up: Callable[[U32], None] = lambda rows: None
         self._space_of: dict[tuple[bytes, int], Space] = {}
         self._classes: list[int] = []  # size class number → slot bytes

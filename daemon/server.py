@@ -127,7 +127,7 @@ class Daemon:
         quarter = progress.capacity // 4
         if progress.online_bytes == progress.capacity or progress.online_bytes % quarter < self.settings.dram.slab:
             log.info("dram %s", progress)
-        self.residency.wake()
+        self.residency.grew()
 
     async def _open_disk(self, stack: AsyncExitStack) -> tuple[DiskTier | None, Any]:
         settings = self.settings.disk

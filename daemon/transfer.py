@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -40,11 +41,13 @@ class Transfer:
         self._residency = residency
         # The loop's thread alone changes these.
         self._work = asyncio.Event()
+        self._grew = asyncio.Event()  # set for a moment when a slab comes online
         self._flights: dict[int, asyncio.Task[list[str | None]]] = {}  # row → what brings it up from disk
         self._cleaners: list[asyncio.Task[None]] = []
         self._copiers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvcascade-copy")
         self._closing = False
         residency.wake = self._work.set
+        residency.grew = self._tell_growth
 
     async def __aenter__(self) -> Self:
         self._cleaners = [asyncio.create_task(self._clean(), name=f"cleaner {n}") for n in range(CLEANERS)]
@@ -52,7 +55,7 @@ class Transfer:
 
     async def __aexit__(self, *_: object) -> None:
         self._closing = True
-        self._residency.wake = lambda: None
+        self._residency.wake = self._residency.grew = lambda: None
         for cleaner in self._cleaners:
             cleaner.cancel()
         tasks: set[asyncio.Task[Any]] = {*self._cleaners, *self._flights.values()}
@@ -61,6 +64,11 @@ class Transfer:
         if hung:
             log.error("transfers abandoned count=%d", len(hung))
         self._copiers.shutdown(wait=not hung)
+
+    def _tell_growth(self) -> None:
+        self._grew.set()
+        self._grew.clear()
+        self._work.set()
 
     # ---- down
 
@@ -218,8 +226,8 @@ class Transfer:
         """Brings rows into memory, waiting at most `timeout` seconds; what is not there then stays where it is.
 
         `wanted` says which, all pinned by the caller's lease, and none once that has ended: it is asked again after
-        each wait, because rows that nobody pins may become other blocks. Never waits for room: what finds none counts
-        as not there.
+        each wait, because rows that nobody pins may become other blocks. Never waits for others to make room: what
+        finds none counts as not there, save that right after the start slabs still come online.
         """
         deadline = asyncio.get_running_loop().time() + timeout
         while True:
@@ -227,9 +235,16 @@ class Transfer:
             self.promote(space, rows)
             flights = {self._flights[row] for row in rows.tolist() if row in self._flights}
             left = deadline - asyncio.get_running_loop().time()
-            if not flights or left <= 0:
+            if left <= 0:
                 return
-            await asyncio.wait(flights, timeout=left)
+            if flights:
+                await asyncio.wait(flights, timeout=left)
+            elif self._residency.dram.state == "onlining" and not self._residency.in_memory(rows).all():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(left):
+                        await self._grew.wait()
+            else:
+                return
 
     # ---- threads
 
