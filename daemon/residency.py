@@ -428,17 +428,15 @@ class Residency:
 
     def _take_fresh(self, size_class: int, count: int) -> U32:
         """Blocks to write through. One that is gone or busy meanwhile is left to the watermark."""
-        fresh = self._fresh[size_class]
+        index, fresh = self.index, self._fresh[size_class]
         if not fresh:
             return np.empty(0, dtype=np.uint32)
-        waiting = np.concatenate(fresh)
-        fresh[:] = [waiting[count:]] if len(waiting) > count else []
-        index = self.index
-        rows: U32 = np.unique(waiting[:count])
+        rows: U32 = np.unique(np.concatenate(fresh))
         good = (index.state[rows] == RowState.READY) & (index.busy[rows] == 0)
         good &= (index.dram[rows] != NO_SLOT) & (index.disk[rows] == NO_SLOT)
         there: U32 = rows[good]
-        return there
+        fresh[:] = [there[count:]] if len(there) > count else []
+        return there[:count]
 
     def _newest_dirty(self, size_class: int, count: int) -> U32:
         """Dirty blocks, newest first and so heads first: an end that runs out of time leaves whole prefixes behind."""

@@ -18,6 +18,7 @@ import numpy as np
 from kvcascade.config.errors import CascadeError
 from kvcascade.tiers.disk import BlockMeta, ReadJob, WriteJob, disproves
 from kvcascade.tiers.memory import copy_all
+from kvcascade.tiers.workers import outlast
 
 from .index import NO_ROW, NO_SLOT, U32, Mask
 from .protocol import Tier
@@ -251,8 +252,5 @@ class Transfer:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Runs `work` in a copy thread. Cancelled, it ends only when the thread has let go of the memory."""
         future = asyncio.get_running_loop().run_in_executor(self._copiers, work)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await asyncio.wait([future])
-            raise
+        await outlast([future])
+        return future.result()
