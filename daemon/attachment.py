@@ -617,7 +617,8 @@ class Session:
     def intact(self, held: Load | Reservation) -> "NDArray[np.bool_]":
         """For each slot of ``held``, whether it still holds what it held when handed out; asked after the copy.
 
-        What is not intact must be treated as a failed load. All False once detached from the daemon that gave it.
+        What is not intact must be treated as a failed load. All False once detached from the daemon that gave it, and
+        once that daemon has ended: its successor may have taken the memory over, and bumps other generations.
         """
         import numpy as np
 
@@ -631,6 +632,9 @@ class Session:
                 now = pool.generations
                 mine = (held.pools == identity) & (held.pages < len(now))
                 result[mine] = now[held.pages[mine]] == held.generations[mine]
+        # Asked last: a daemon that still lived then had not been succeeded when the generations were read.
+        if self._client.hung_up():
+            result[:] = False
         return result
 
     def _begin(self, held: Sequence[Load | Reservation]) -> int:

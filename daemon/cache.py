@@ -21,8 +21,9 @@ from kvcascade.config.errors import ConfigError, ProtocolError, Refused
 from kvcascade.config.settings import Settings
 from kvcascade.tiers.block import head_range
 from kvcascade.tiers.namespace import Namespace
+from kvcascade.tiers.pool import SlotState
 
-from .index import NO_ROW, NO_SLOT, U8, U32, RowState
+from .index import NO_ROW, NO_SLOT, U8, U32, U64, RowState
 from .lease import MAX_RANKS, Attachment, Entry, Fence, Lease, Reservation, Writer
 from .protocol import POOL_DRAM, POOL_HBM, BlockState, Tier
 from .residency import Residency, Slots, Space
@@ -88,6 +89,49 @@ class Cache:
         writer = Writer(secrets.token_bytes(16), rank, attachment)
         attachment.writers.setdefault(rank, set()).add(writer)
         return writer
+
+    def withhold(
+        self,
+        namespace: Namespace,
+        ranks: int,
+        engine: str,
+        writers: Iterable[tuple[bytes, int]],
+        slots: Iterable[tuple[int, U32, U64]],
+    ) -> list[Writer]:
+        """Keeps DRAM slots from use into which an earlier daemon's `writers` (token, rank) may still be copying.
+
+        `slots`: (group, pages, a bit for each rank that has not committed). They are quarantined as those of writers
+        that have lost their sockets, which is what these are: a page is handed out once every such writer is gone.
+        """
+        attachment = self.attach(namespace, ranks, engine)
+        late = [Writer(token, rank, attachment, lost=True) for token, rank in writers]
+        for writer in late:
+            attachment.writers.setdefault(writer.rank, set()).add(writer)
+        now = self._clock()
+        for group, pages, remaining in slots:
+            space, count = self._space(attachment, group), len(pages)
+            self.residency.dram.pool.restore(space.slot_bytes, pages, SlotState.QUARANTINED)
+            reservation = Reservation(
+                number=next(self._numbers),
+                attachment=attachment,
+                space=space,
+                first=0,
+                parent=NO_ROW,
+                rows=np.full(count, NO_ROW, dtype=np.uint32),
+                pool=np.full(count, POOL_DRAM, dtype=np.uint8),
+                pages=pages,
+                required=remaining,
+                remaining=remaining.copy(),
+                state=np.full(count, Entry.GONE, dtype=np.uint8),
+                deadline=now,
+                created=now,
+            )
+            attachment.reservations[reservation.number] = reservation
+            attachment.quarantined_bytes += count * space.slot_bytes
+            for rank in range(ranks):
+                self._clear(reservation, np.arange(count), rank)
+        self._forget_if_over(attachment)
+        return late
 
     def writer_lost(self, writer: Writer) -> None:
         """Its socket is closed, its process may live: what it had not committed is given up, its slots quarantined."""

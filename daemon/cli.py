@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     serve = command("serve", _serve, "Run the daemon until SIGTERM or SIGINT.")
-    serve.usage = "kvcascade serve [--config FILE] [--SECTION-SETTING VALUE ...]"
+    serve.usage = "kvcascade serve [--config FILE] [--takeover] [--SECTION-SETTING VALUE ...]"
     _add_serve_flags(serve)
 
     status = command("status", _status, "Show what the daemon holds and, first, what is wrong.")
@@ -162,6 +162,11 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
     from kvcascade.config.settings import SHORTHANDS, all_settings
 
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings file; kvcascade.toml is the reference")
+    parser.add_argument(
+        "--takeover",
+        action="store_true",
+        help="take memory, disk and socket over from the daemon that runs, without losing a block; it ends",
+    )
     short = {dotted: f"--{name}" for name, dotted in SHORTHANDS.items()}
     groups: dict[str, Any] = {}
     for info in all_settings():
@@ -182,7 +187,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     from kvcascade.config.load import load_settings
 
-    given = {name: value for name, value in vars(arguments).items() if name not in ("run", "config")}
+    given = {name: value for name, value in vars(arguments).items() if name not in ("run", "config", "takeover")}
     settings = load_settings(arguments.config, flags=given)
     logging.basicConfig(
         level=settings.daemon.log_level.upper(),
@@ -192,7 +197,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     # Only now: wrong settings are told at once, without waiting for what the daemon loads.
     from .server import run
 
-    return run(settings)
+    return run(settings, takeover=arguments.takeover)
 
 
 def _version(arguments: argparse.Namespace) -> int:

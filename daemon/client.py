@@ -245,6 +245,15 @@ class Client:
             while self._doomed:
                 self._doomed.pop().close()
 
+    def hung_up(self) -> bool:
+        """Whether the daemon's end is closed now, asked of the kernel: `connected` hears of it only by reading."""
+        with self._lock:
+            if self._socket is None or self._pid != os.getpid():
+                return True
+            poller = select.poll()
+            poller.register(self._socket, select.POLLRDHUP)
+            return bool(poller.poll(0))
+
     # ------------------------------------------------------------------------------------------------------- calls
 
     def call(self, op: str, body: Mapping[str, Any] | None = None, *, timeout: float | None = None) -> dict[str, Any]:

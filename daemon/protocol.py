@@ -45,6 +45,9 @@ fenced          fence u64: no copy into the fenced leases' slots runs,      --
 status          --                                                          what ``kvcascade status`` shows
 check           --                                                          violations [text]
 detach          --                                                          --
+takeover        step: "begin" {format}, "freeze", "read" {part, at},        what handover.py says, and by descriptor:
+                "commit", "serving" (another daemon of this user alone)     the DRAM pool (begin), pidfds (read), the
+                                                                            lock and the listening socket (commit)
 ==============  ==========================================================  ==========================================
 
 Events: ``fence`` {fence u64, leases u64}: end or give up the copies into these leases' slots, then answer ``fenced``.
@@ -100,6 +103,7 @@ OP_FENCED: Final = "fenced"
 OP_STATUS: Final = "status"
 OP_CHECK: Final = "check"
 OP_DETACH: Final = "detach"
+OP_TAKEOVER: Final = "takeover"
 
 EVENT_FENCE: Final = "fence"
 EVENT_READY: Final = "ready"

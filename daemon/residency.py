@@ -28,7 +28,7 @@ from kvcascade.tiers.dram import DramTier
 from kvcascade.tiers.hbm import HbmTier
 from kvcascade.tiers.namespace import Namespace
 from kvcascade.tiers.policy import VictimQueue
-from kvcascade.tiers.pool import PAGE_SHIFT
+from kvcascade.tiers.pool import PAGE_SHIFT, SlotState
 
 from .index import NO_ROW, NO_SLOT, U8, U32, U64, Index, Mask, RowState, pack_keys
 from .protocol import POOL_DRAM, POOL_HBM, Tier, decode_body
@@ -94,6 +94,37 @@ class Move:
     rows: U32
     pages: U32
     targets: U32
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """Blocks of one space that lie in DRAM: what a daemon that takes the pool over is told. One entry a block.
+
+    `tokens` are those of the blocks in `has_tokens`, (k, block tokens). Which of them are clean is not told: the disk
+    itself says what it has.
+    """
+
+    space: Space
+    keys: U64  # (n, 4)
+    parents: U64  # (n, 4), zeros where there is none
+    has_parent: Mask
+    pages: U32
+    stamps: U64
+    reused: U8
+    has_tokens: Mask
+    tokens: U32
+
+
+@dataclass(frozen=True, slots=True)
+class _Recovered:
+    """A disk's blocks that fit this daemon's spaces, one entry a block."""
+
+    space: U32
+    keys: U64
+    parents: U64
+    has_parent: Mask
+    stamps: U64
+    slots: U32
 
 
 class Residency:
@@ -378,7 +409,7 @@ class Residency:
     def plan_demotion(self, *, everything: bool = False) -> Demotion | None:
         """The next batch to copy down, or None when enough is clean; with `everything`, while anything is dirty."""
         self.wants_cleaning = False
-        planners = [self._plan_hbm_demotion, self._plan_dram_demotion]
+        planners = [self.plan_hbm_demotion, self._plan_dram_demotion]
         if everything:
             planners.reverse()  # or what comes down from HBM would push dirty blocks out of DRAM
         for planner in planners:
@@ -496,7 +527,8 @@ class Residency:
         self.counters["disk_evicted_blocks"] += len(rows)
         self.remove(rows[~elsewhere])
 
-    def _plan_hbm_demotion(self, everything: bool) -> Demotion | None:
+    def plan_hbm_demotion(self, everything: bool) -> Demotion | None:
+        """The next batch to copy from HBM to DRAM; with `everything`, while a block lies in HBM alone."""
         if self.hbm is None:
             return None
         index = self.index
@@ -682,7 +714,133 @@ class Residency:
 
     def recover(self, recovery: Recovery) -> int:
         """Takes over the blocks that a disk directory holds; returns how many. Unreachable ones are freed."""
-        assert self.disk is not None
+        return self.adopt([], recovery)[1]
+
+    def warm(self, most: int) -> list[tuple[Space, U32]]:
+        """The ready rows in DRAM, in pieces of at most `most` rows of one space. Valid while nothing changes."""
+        rows = np.flatnonzero(self._resident(Tier.DRAM)).astype(np.uint32)
+        pieces = []
+        for space in self.spaces:
+            mine = rows[self.index.space[rows] == space.number]
+            pieces += [(space, mine[start : start + most]) for start in range(0, len(mine), most)]
+        return pieces
+
+    def describe(self, space: Space, rows: U32) -> Warm:
+        """What `adopt` needs to know of rows of a space, those that are ready in DRAM still."""
+        index = self.index
+        rows = rows[(index.state[rows] == RowState.READY) & (index.dram[rows] != NO_SLOT)]
+        parents = index.parent[rows]
+        has_parent = parents != NO_ROW
+        keys_above = np.zeros((len(rows), 4), dtype=np.uint64)
+        keys_above[has_parent] = index.key[parents[has_parent]]
+        has_tokens = index.token_slot[rows] != NO_SLOT
+        width = space.shape.block_tokens
+        tokens = index.tokens_of(rows[has_tokens], width) if has_tokens.any() else np.empty((0, width), np.uint32)
+        return Warm(
+            space=space,
+            keys=index.key[rows],
+            parents=keys_above,
+            has_parent=has_parent,
+            pages=index.dram[rows],
+            stamps=index.stamp[rows],
+            reused=index.reused[rows],
+            has_tokens=has_tokens,
+            tokens=tokens,
+        )
+
+    def adopt(self, warm: list[Warm], recovery: Recovery | None) -> tuple[int, int]:
+        """Takes over blocks of an earlier daemon's DRAM, and those that the disk holds; how many of each are kept.
+
+        At the start alone. A block is kept where the whole chain above it is here, in either place; the slots of the
+        others are free. ValueError where `warm` names slots that cannot be.
+        """
+        disk = self._recovered(recovery)
+        index = self.index
+        if not warm and not len(disk.slots):
+            return 0, 0
+        # Blocks in both places stand twice; the first of two is kept, and DRAM knows the later stamp.
+        parts = [(w.space.number, w.keys, w.parents, w.has_parent, w.stamps) for w in warm]
+        parts.append((disk.space, disk.keys, disk.parents, disk.has_parent, disk.stamps))  # type: ignore[arg-type]
+        rows = index.insert_bulk(
+            np.concatenate([np.broadcast_to(np.asarray(p[0], np.uint32), len(p[4])) for p in parts]),
+            *(np.concatenate([part[column] for part in parts]) for column in range(1, 5)),
+        )
+        warm_kept = sum(self._adopt_warm(piece) for piece in warm)
+        disk_kept = self._attach_disk(disk, self._find(disk) if warm else rows)
+        self.counters["recovered_blocks"] += disk_kept
+        self.counters["recovery_unreachable_blocks"] += len(disk.slots) - disk_kept
+        dirty = np.flatnonzero(self._resident(Tier.DRAM) & (index.disk[: index.high] == NO_SLOT))
+        for size_class in range(len(self._classes)):
+            self.stored(dirty[index.size_class[dirty] == size_class].astype(np.uint32), size_class)
+        return warm_kept, disk_kept
+
+    def _adopt_warm(self, warm: Warm) -> int:
+        index, space = self.index, warm.space
+        rows = index.find(space.number, warm.keys)
+        kept = rows != NO_ROW
+        mine = rows[kept]
+        if len(np.unique(mine)) != len(mine):
+            raise ValueError("a block is named twice")
+        if space.keeps_tokens and not warm.has_tokens.all():
+            raise ValueError("a block whose hash can collide comes without its tokens")
+        self.dram.pool.restore(space.slot_bytes, warm.pages[kept], SlotState.READY)
+        index.dram[mine] = warm.pages[kept]
+        index.size_class[mine] = space.size_class
+        index.reused[mine] = warm.reused[kept] != 0
+        told = kept & warm.has_tokens
+        if told.any():
+            index.keep_tokens(rows[told], warm.tokens[told[warm.has_tokens]])
+        return len(mine)
+
+    def relink(self, disk: DiskTier, recovery: Recovery) -> None:
+        """The directory was closed and is open again, its slots numbered anew: finds the copies of the blocks again.
+
+        What lay there alone and is there no more is forgotten. Nothing of the disk may be under way.
+        """
+        index, high = self.index, self.index.high
+        had = np.flatnonzero(index.disk[:high] != NO_SLOT).astype(np.uint32)
+        self._count_clean(had[index.dram[had] != NO_SLOT], -1)
+        index.disk[had] = NO_SLOT
+        self.disk = disk
+        found = self._recovered(recovery)
+        self._attach_disk(found, self._find(found))
+        nowhere = ~self.in_memory(had) & (index.disk[had] == NO_SLOT) & (index.state[had] == RowState.READY)
+        if nowhere.any():
+            self.forget(had[nowhere])
+
+    def _find(self, disk: _Recovered) -> U32:
+        rows = np.full(len(disk.space), NO_ROW, dtype=np.uint32)
+        for number in np.unique(disk.space).tolist():
+            mine = np.flatnonzero(disk.space == number)
+            rows[mine] = self.index.find(number, disk.keys[mine])
+        return rows
+
+    def _attach_disk(self, disk: _Recovered, rows: U32) -> int:
+        """Gives rows their copies on disk, and frees the slots of blocks without a row; how many have one."""
+        index = self.index
+        # A row that does not exist is FREE: the column's first one lends its place.
+        there = (rows != NO_ROW) & (index.state[np.where(rows != NO_ROW, rows, 0)] == RowState.READY)
+        first = np.zeros(len(rows), dtype=np.bool_)
+        first[np.unique(rows, return_index=True)[1]] = True
+        kept = there & first
+        mine = rows[kept]
+        classes = np.array([s.size_class for s in self.spaces] or [0], dtype=np.uint8)
+        index.disk[mine] = disk.slots[kept]
+        index.size_class[mine] = classes[disk.space[kept]]
+        self._count_clean(mine[index.dram[mine] != NO_SLOT], 1)
+        if self.disk is not None:
+            self.disk.free(disk.slots[~kept])
+            # The capacity may have been larger in the run before.
+            excess = self.disk.used - self.disk.capacity
+            if excess > 0:
+                self._evict_disk(excess, np.array([NEVER - 1], dtype=np.uint64))
+        return len(mine)
+
+    def _recovered(self, recovery: Recovery | None) -> _Recovered:
+        """The blocks of a directory whose namespaces are understood; the slots of the others are freed."""
+        if recovery is None or self.disk is None:
+            none = np.empty((0, 4), dtype=np.uint64)
+            return _Recovered(_none(np.uint32), none, none, _none(np.bool_), _none(np.uint64), _none(np.uint32))
         spaces = np.full((len(recovery.namespaces), 256), NO_ROW, dtype=np.uint32)
         for number, (fingerprint, descriptor) in enumerate(recovery.namespaces):
             try:
@@ -696,27 +854,18 @@ class Residency:
                 self.counters["recovery_unfit_namespaces"] += 1
         space = spaces[recovery.ns, recovery.group]
         fits = space != NO_ROW
-        classes = np.array([s.size_class for s in self.spaces] or [0], dtype=np.uint8)
         lengths = np.array([s.slot_bytes for s in self.spaces] or [0], dtype=np.uint32)
-        known = np.where(fits, space, 0)
-        fits &= lengths[known] == recovery.length
-        keys = np.ascontiguousarray(recovery.hashes).view("<u8").reshape(-1, 4)
-        parents = np.ascontiguousarray(recovery.parents).view("<u8").reshape(-1, 4)
-        rows = np.full(len(space), NO_ROW, dtype=np.uint32)
-        rows[fits] = self.index.insert_bulk(
-            space[fits], keys[fits], parents[fits], recovery.has_parent[fits], recovery.stamp[fits]
+        fits &= lengths[np.where(fits, space, 0)] == recovery.length
+        self.disk.free(recovery.slot[~fits])
+        self.counters["recovery_unreachable_blocks"] += int((~fits).sum())
+        return _Recovered(
+            space=space[fits],
+            keys=np.ascontiguousarray(recovery.hashes).view("<u8").reshape(-1, 4)[fits],
+            parents=np.ascontiguousarray(recovery.parents).view("<u8").reshape(-1, 4)[fits],
+            has_parent=recovery.has_parent[fits],
+            stamps=recovery.stamp[fits],
+            slots=recovery.slot[fits],
         )
-        kept = rows != NO_ROW
-        self.index.disk[rows[kept]] = recovery.slot[kept]
-        self.index.size_class[rows[kept]] = classes[space[kept]]
-        self.disk.free(recovery.slot[~kept])
-        # The capacity may have been larger in the run before.
-        excess = self.disk.used - self.disk.capacity
-        if excess > 0:
-            self._evict_disk(excess, np.array([NEVER - 1], dtype=np.uint64))
-        self.counters["recovered_blocks"] += int(kept.sum())
-        self.counters["recovery_unreachable_blocks"] += int((~kept).sum())
-        return int(kept.sum())
 
     def where(self, space: Space, hashes: bytes) -> U8:
         """For each block a bit mask of the tiers that it lies in (1 << Tier), 0 where absent."""

@@ -10,6 +10,7 @@ import grp
 import logging
 import os
 import secrets
+import select
 import signal
 import socket
 import sys
@@ -18,13 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import cbor2
 import uvloop
 
 from kvcascade.config import VERSION
-from kvcascade.config.errors import ConfigError, Refused
+from kvcascade.config.errors import CascadeError, ConfigError, Refused
 from kvcascade.config.settings import Settings, bytes_of, format_bytes
 from kvcascade.tiers.block import CRYPTOGRAPHIC, default_seed, hash_self_test, none_hash
 from kvcascade.tiers.disk import DiskTier
@@ -36,6 +37,8 @@ from kvcascade.tiers.slots import PooledMemory, Progress
 
 from . import protocol
 from .cache import Cache
+from .handover import RETRY_MOST_S, RETRY_S, Absent, Listener, Orphaned, Predecessor, Successor, Withheld
+from .lease import Entry
 from .protocol import POOL_DRAM, POOL_HBM
 from .residency import Residency
 from .session import Session
@@ -45,6 +48,8 @@ from .transfer import Transfer
 log = logging.getLogger("kvcascade.daemon")
 
 TICK_S = 0.05  # how late a lease may end
+BACKLOG = 128
+OWNER_END_S = 5.0  # for a process that was killed to be gone
 
 
 class Daemon:
@@ -61,10 +66,17 @@ class Daemon:
         self.counters: Counter[str] = Counter()
         self.sessions: set[Session] = set()
         self.recovered: dict[str, Any] = {}
-        self._lost: dict[bytes, Session] = {}  # sessions whose socket is closed and whose process may still write
+        self._lost: dict[
+            bytes, Session | Absent
+        ] = {}  # sessions whose socket is closed and whose process may still write
+        self.handing_over = False  # to a daemon that takes over: no slots are granted any more
+        self.handover: Predecessor | None = None
+        self._frozen = False
+        self._reopening: asyncio.Task[None] | None = None
         self._watched: set[int] = set()  # pidfds on the loop
         self._stop = asyncio.Event()
         self._nothing_reserved = asyncio.Event()  # set by the tick while draining
+        self._nothing_stored = asyncio.Event()  # set by the tick while handing over
         self._no_sessions = asyncio.Event()
         self._no_sessions.set()
         algo = settings.daemon.hash_algo
@@ -72,47 +84,72 @@ class Daemon:
         self.residency: Residency
         self.cache: Cache
         self.transfer: Transfer
+        self.address: _Address
+        self._listener: Listener
 
     # ---- life
 
-    async def serve(self) -> None:
-        """Runs until `stop`, then drains within the deadline. ConfigError when a part cannot be had."""
+    async def serve(self, *, takeover: bool = False) -> None:
+        """Runs until `stop`, then drains within the deadline. ConfigError when a part cannot be had.
+
+        With `takeover` a daemon that serves the socket hands over to this one and ends; where none does, or it ends
+        before it has handed over, this one starts from the disk alone. Refused when it does not hand over.
+        """
+        if takeover:
+            try:
+                predecessor = await Successor.begin(self.socket_path)
+                if predecessor is not None:
+                    await self._serve(predecessor)
+                    return
+                log.info("no daemon to take over from socket=%s", self.socket_path)
+            except Orphaned as error:
+                log.warning("starting cold reason=%s", error)
+                # Its sockets are closed before its locks are free.
+                await asyncio.to_thread(_wait_for_owner, self.socket_path)
+        await self._serve(None)
+
+    async def _serve(self, predecessor: Successor | None) -> None:
         settings = self.settings
+        self.recovered = {}
         async with AsyncExitStack() as stack:
-            lock = _SocketLock(self.socket_path, settings.daemon.socket_mode, settings.daemon.socket_group)
-            stack.callback(lock.close)
-            slab = settings.dram.slab
-            dram_bytes = bytes_of(settings.dram.capacity, available_memory()[0])
-            if settings.hbm.capacity and settings.hbm.device == "cpu":
-                # Neither pool is charged before it is faulted in, so each alone would seem to fit.
-                require_memory(dram_bytes + settings.hbm.capacity, "dram.capacity with hbm.capacity")
-            dram = DramTier(
-                dram_bytes,
-                slab_bytes=slab,
-                huge_pages=settings.dram.huge_pages,
-                lock=settings.dram.lock,
-                setting="dram.capacity",
-            )
-            stack.callback(dram.close)
-            hbm = None
-            if settings.hbm.capacity:
-                hbm = HbmTier(settings.hbm.device, settings.hbm.capacity, slab_bytes=slab, setting="hbm.capacity")
-                stack.callback(hbm.close)
+            if predecessor is None:
+                self.address = stack.enter_context(
+                    _Address.take(self.socket_path, settings.daemon.socket_mode, settings.daemon.socket_group)
+                )
+            else:
+                # Closed last: the old daemon goes on when it hears nothing more, and wants its disk back.
+                stack.callback(predecessor.close)
+            dram, hbm = self._open_pools(stack, predecessor)
+            if predecessor is not None:
+                await predecessor.freeze()
             disk, recovery = await self._open_disk(stack)
             self.residency = Residency(settings, dram=dram, hbm=hbm, disk=disk)
-            if disk is not None and recovery is not None:
-                kept = self.residency.recover(recovery)
+            stack.push_async_callback(self._end_reopening)
+            warm = [] if predecessor is None else await predecessor.read(self.residency)
+            taken, kept = self.residency.adopt(warm, recovery)
+            if recovery is not None:
                 self.recovered = {"blocks": kept, "dropped": dict(recovery.dropped)}
                 log.info("disk recovered blocks=%d dropped=%s", kept, dict(recovery.dropped))
             self.cache = Cache(settings, self.residency, clock=self.clock)
+            stack.push_async_callback(self._end_sessions)
+            if predecessor is not None:
+                for withheld in await predecessor.read_withheld():
+                    self._withhold(withheld)
+                self.recovered["taken_over"] = {
+                    "blocks": taken,
+                    "dropped": sum(len(piece.pages) for piece in warm) + predecessor.unfit - taken,
+                }
+                del warm
+                await self._succeed(stack, predecessor)
             loop = asyncio.get_running_loop()
             dram.start(loop, self._came_online)
             if hbm is not None:
                 hbm.start(loop)
             self.transfer = await stack.enter_async_context(Transfer(self.residency))
             stack.push_async_callback(self._end_sessions)
-            server = await loop.create_unix_server(lambda: Session(self), sock=lock.listen())
-            stack.callback(server.close)
+            self._listener = Listener(self.address.listener, lambda: Session(self))
+            self._listener.start()
+            stack.callback(self._listener.stop)
             ticker = asyncio.create_task(self._tick(), name="tick")
             stack.callback(ticker.cancel)
             # What lives as long as the daemon is not looked at by every collection.
@@ -121,7 +158,76 @@ class Daemon:
             log.info("serving socket=%s dram=%s", self.socket_path, format_bytes(dram.pool.capacity))
             print(f"kvcascade {VERSION} serves on {self.socket_path}", file=sys.stderr, flush=True)
             await self._stop.wait()
-            await self._drain(server)
+            if self.handover is not None:
+                await self.handover.settle()
+            if self.handover is None:
+                await self._drain()
+            else:
+                self.address.leave()
+
+    def _open_pools(self, stack: AsyncExitStack, predecessor: Successor | None) -> tuple[DramTier, HbmTier | None]:
+        settings = self.settings
+        slab = settings.dram.slab
+        lock, huge_pages = settings.dram.lock, settings.dram.huge_pages
+        if predecessor is not None:
+            predecessor.check(settings)
+            dram = DramTier(
+                predecessor.capacity,
+                slab_bytes=slab,
+                lock=lock,
+                memory=predecessor.memory(),
+                online=predecessor.online,
+            )
+        else:
+            dram_bytes = bytes_of(settings.dram.capacity, available_memory()[0])
+            if settings.hbm.capacity and settings.hbm.device == "cpu":
+                # Neither pool is charged before it is faulted in, so each alone would seem to fit.
+                require_memory(dram_bytes + settings.hbm.capacity, "dram.capacity with hbm.capacity")
+            dram = DramTier(dram_bytes, slab_bytes=slab, huge_pages=huge_pages, lock=lock, setting="dram.capacity")
+        stack.callback(dram.close)
+        hbm = None
+        if settings.hbm.capacity:
+            hbm = HbmTier(settings.hbm.device, settings.hbm.capacity, slab_bytes=slab, setting="hbm.capacity")
+            stack.callback(hbm.close)
+        return dram, hbm
+
+    def _withhold(self, withheld: Withheld) -> None:
+        """Keeps from use what processes of the old daemon may still be writing, until they are gone or re-attached."""
+        processes = {token: (pid, uid, pidfd) for token, _, pid, uid, pidfd in withheld.writers}
+        named = [(token, rank) for token, rank, *_ in withheld.writers]
+        try:
+            late = self.cache.withhold(withheld.namespace, withheld.ranks, withheld.engine, named, withheld.slots)
+        except BaseException:
+            for _, _, pidfd in processes.values():
+                if pidfd is not None:
+                    os.close(pidfd)
+            raise
+        for writer in late:
+            pid, uid, pidfd = processes[writer.token]
+            absent = Absent(writer.token, pid, uid, pidfd, writer)
+            self._lost[writer.token] = absent
+            self._watch(absent)
+
+    async def _succeed(self, stack: AsyncExitStack, predecessor: Successor) -> None:
+        """Proves what was taken over, and takes the old daemon's place."""
+        violations = self.check()
+        if violations:
+            raise CascadeError(f"takeover: what the old daemon handed over is not sound: {violations[0]}")
+        for space in self.residency.spaces:
+            self.register_namespace(space.namespace)
+        if self._stop.is_set():
+            raise Refused("takeover: told to end before it was done")
+        lock, listener = await predecessor.commit()
+        self.address = _Address(self.socket_path, lock, listener)
+        try:
+            predecessor.serving()
+        except BaseException as error:
+            self.address.leave()
+            raise Orphaned(f"takeover: {error}") from error
+        stack.enter_context(self.address)
+        self.address.sign(self.settings.daemon.socket_mode, self.settings.daemon.socket_group)
+        predecessor.close()
+        log.info("took over recovered=%s", self.recovered)
 
     def _came_online(self, progress: Progress) -> None:
         quarter = progress.capacity // 4
@@ -130,24 +236,33 @@ class Daemon:
         self.residency.grew()
 
     async def _open_disk(self, stack: AsyncExitStack) -> tuple[DiskTier | None, Any]:
+        disk = self._disk()
+        if disk is None:
+            return None, None
+        recovery = await asyncio.get_running_loop().run_in_executor(None, disk.open)
+        stack.push_async_callback(self._close_disk, disk)
+        return disk, recovery
+
+    def _disk(self) -> DiskTier | None:
         settings = self.settings.disk
         if settings.directory is None:
-            return None, None
+            return None
         whole = _file_system_bytes(settings.directory)
-        disk = DiskTier(settings.directory, bytes_of(settings.capacity, whole), threads=settings.threads)
-        recovery = await asyncio.get_running_loop().run_in_executor(None, disk.open)
-        stack.push_async_callback(disk.close, max(1.0, self.settings.daemon.drain_deadline))
-        return disk, recovery
+        return DiskTier(settings.directory, bytes_of(settings.capacity, whole), threads=settings.threads)
+
+    async def _close_disk(self, disk: DiskTier) -> None:
+        await disk.close(max(1.0, self.settings.daemon.drain_deadline))
 
     def stop(self) -> None:
         """Begins the orderly end; from a signal handler."""
         self._stop.set()
 
-    async def _drain(self, server: asyncio.AbstractServer) -> None:
+    async def _drain(self) -> None:
         """Refuses new work, lets what is open end, writes dirty blocks down; forgets what the deadline leaves."""
         self.draining = True
         deadline = time.monotonic() + self.settings.daemon.drain_deadline
-        server.close()
+        self._listener.stop()
+        self.address.listener.close()
         for session in list(self.sessions):
             session.send_event(protocol.EVENT_BYE, {"reason": "the daemon is ending"})
         # Half of the time for engines to commit what they are storing, the rest to write it down.
@@ -167,17 +282,21 @@ class Daemon:
         await self._no_sessions.wait()
         for pidfd in list(self._watched):
             self._unwatch(pidfd)
-        for session in self._lost.values():
-            if session.pidfd is not None:
-                os.close(session.pidfd)
+        for lost in self._lost.values():
+            if lost.pidfd is not None:
+                os.close(lost.pidfd)
+        self._lost.clear()
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.cache.expire()
-            self.send_fences()
+            if not self._frozen:
+                self.cache.expire()
+                self.send_fences()
             if self.draining and not any(a.reservations for a in self.cache.attachments.values()):
                 self._nothing_reserved.set()
+            if self.handing_over and not self.storing():
+                self._nothing_stored.set()
 
     # ---- sessions
 
@@ -189,12 +308,17 @@ class Daemon:
             raise Refused(f"limits.sessions: the daemon has {len(self.sessions)} sessions already")
         self.sessions.add(session)
         self._no_sessions.clear()
-        if session.pidfd is not None:
-            self._watched.add(session.pidfd)
-            asyncio.get_running_loop().add_reader(session.pidfd, self._process_ended, session)
+        self._watch(session)
+
+    def _watch(self, process: Session | Absent) -> None:
+        if process.pidfd is not None:
+            self._watched.add(process.pidfd)
+            asyncio.get_running_loop().add_reader(process.pidfd, self._process_ended, process)
 
     def leave(self, session: Session) -> None:
         """Its connection is lost: by its process's death, or with the process alive."""
+        if self.handover is not None and self.handover.session is session:
+            self.handover.lost()
         if session not in self.sessions:
             if session.pidfd is not None and session.token not in self._lost:
                 self._release_pidfd(session)
@@ -240,20 +364,20 @@ class Daemon:
             return  # another daemon's session, or ended already: nothing is held for it here
         self._forget_lost(earlier)
 
-    def _process_ended(self, session: Session) -> None:
-        if session.token in self._lost:
-            self._forget_lost(session)
-        else:
-            session.kill()
+    def _process_ended(self, process: Session | Absent) -> None:
+        if process.token in self._lost:
+            self._forget_lost(process)
+        elif isinstance(process, Session):
+            process.kill()
 
-    def _forget_lost(self, session: Session) -> None:
+    def _forget_lost(self, session: Session | Absent) -> None:
         del self._lost[session.token]
         assert session.writer is not None
         self.cache.writer_gone(session.writer)
         self._release_pidfd(session)
         self.send_fences()
 
-    def _release_pidfd(self, session: Session) -> None:
+    def _release_pidfd(self, session: Session | Absent) -> None:
         if session.pidfd is not None:
             self._unwatch(session.pidfd)
             os.close(session.pidfd)
@@ -271,6 +395,88 @@ class Daemon:
                 if session.writer is fence.writer:
                     leases = protocol.pack_u64(fence.leases)
                     session.send_event(protocol.EVENT_FENCE, {"fence": fence.number, "leases": leases})
+
+    # ---- another daemon takes over
+
+    def hand_over(self, session: Session, correlation: int, body: dict[str, Any]) -> None:
+        """A step of a takeover that `session` asks for; see handover.py. Refused for another user's process."""
+        if session.uid != os.getuid():
+            raise Refused(f"takeover: the daemon's user is {os.getuid()}, the one that asks is {session.uid}")
+        if self.draining:
+            raise Refused("takeover: the daemon is ending")
+        if self.handover is None:
+            self.handover = Predecessor(self, session)
+        if self.handover.session is not session:
+            raise Refused(f"takeover: pid {self.handover.session.pid} is taking over already")
+        self.handover.step(correlation, body)
+
+    def storing(self) -> bool:
+        """Whether slots are reserved that are still to be committed."""
+        reservations = [r for a in self.cache.attachments.values() for r in a.reservations.values()]
+        return any((reservation.state == Entry.OPEN).any() for reservation in reservations)
+
+    def processes(self) -> Iterator[Session | Absent]:
+        """All that are attached, and those that lost their sockets and are not known to have stopped writing."""
+        yield from self.sessions
+        yield from self._lost.values()
+
+    async def stores_end(self, timeout: float) -> None:
+        """Waits until nothing is being stored, at most `timeout` seconds."""
+        self._nothing_stored.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._nothing_stored.wait()
+
+    async def freeze(self, *, but: Session) -> None:
+        """Takes no requests and no connections, save those of one session, until `thaw`; they wait in their sockets."""
+        self._listener.stop()
+        await self._listener.settle()
+        self._frozen = True
+        for session in self.sessions:
+            if session is not but:
+                session.freeze()
+
+    def thaw(self) -> None:
+        self._frozen = False
+        for session in self.sessions:
+            session.thaw()
+        self._listener.start()
+
+    def reopen_disk(self) -> None:
+        """Opens the disk anew, when its directory has become free: another daemon had it for a while."""
+        self._reopening = asyncio.create_task(self._reopen_disk(), name="reopen disk")
+
+    async def disk_is_back(self, timeout: float) -> None:
+        """Waits until it is, or for `timeout` seconds: the daemon can do without for longer."""
+        if self._reopening is not None:
+            await asyncio.wait([self._reopening], timeout=timeout)
+
+    async def _reopen_disk(self) -> None:
+        pause = RETRY_S
+        while True:
+            disk = self._disk()
+            assert disk is not None
+            try:
+                recovery = await asyncio.get_running_loop().run_in_executor(None, disk.open)
+            except CascadeError as error:
+                log.warning("the disk is not back reason=%s", error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, RETRY_MOST_S)
+                continue
+            self.residency.relink(disk, recovery)
+            for space in self.residency.spaces:
+                self.register_namespace(space.namespace)
+            return
+
+    async def _end_reopening(self) -> None:
+        """Leaves no disk open that was opened after the start."""
+        if self._reopening is None:
+            return
+        if not self._reopening.done():
+            self._reopening.cancel()
+            await asyncio.wait([self._reopening])
+        if self.residency.disk is not None:
+            await self._close_disk(self.residency.disk)
 
     # ---- namespaces
 
@@ -320,54 +526,117 @@ class Daemon:
         return self.cache.check()
 
 
-class _SocketLock:
-    """The socket's directory, held against a second daemon; a dead one's socket is swept away."""
+class _Address:
+    """The socket's path: its lock, held against a second daemon, and the listening socket.
 
-    def __init__(self, path: Path, mode: int, group: str) -> None:
+    Leaving the context gives the path up; `leave` leaves it to the daemon that has it now.
+    """
+
+    def __init__(self, path: Path, lock: int, listener: socket.socket) -> None:
+        self.listener = listener
         self._path = path
-        self._mode = mode
-        self._group = _group_id(group)
-        directory = path.parent
+        self._lock = lock
+        self._left = False
+
+    @classmethod
+    def take(cls, path: Path, mode: int, group: str) -> Self:
+        """The path, with a bound socket; a dead daemon's socket is swept away. ConfigError when it cannot be had."""
+        lock = _lock_path(path, _group_id(group))
         try:
-            if not directory.exists():
-                directory.mkdir(mode=0o700, parents=True)
-                if self._group is not None:
-                    os.chown(directory, -1, self._group)
-                    directory.chmod(0o750)
-            self._lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError(f"daemon.socket: {path} cannot be used: {error.strerror}") from error
+            address = cls(path, lock, _bind(path, mode, _group_id(group)))
+        except BaseException:
+            os.close(lock)
+            raise
+        address._write_pid()
+        return address
+
+    def sign(self, mode: int, group: str) -> None:
+        """What was another daemon's is ours from here on: says so, and gives the socket the mode of our settings."""
+        self._write_pid()
+        number = _group_id(group)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._path.chmod(mode)
+            if number is not None:
+                os.chown(self._path, -1, number)
         except OSError as error:
-            owner = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip()
-            os.close(self._lock)
-            raise ConfigError(f"daemon.socket: another daemon (pid {owner or 'unknown'}) serves {path}") from error
+            log.warning("the socket keeps its mode reason=%s", error.strerror)
+
+    def _write_pid(self) -> None:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
-    def listen(self) -> socket.socket:
-        """A bound socket with its final mode from the first moment on."""
-        with suppress(FileNotFoundError):
-            self._path.unlink()
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            before = os.umask(0o777 & ~self._mode)
-            try:
-                sock.bind(str(self._path))
-            finally:
-                os.umask(before)
-            if self._group is not None:
-                os.chown(self._path, -1, self._group)
-        except OSError as error:
-            sock.close()
-            raise ConfigError(f"daemon.socket: {self._path} cannot be used: {error}") from error
-        return sock
+    def descriptors(self) -> list[int]:
+        """For the daemon that takes over: the lock, the listening socket. They stay ours, too, until `leave`."""
+        return [self._lock, self.listener.fileno()]
 
-    def close(self) -> None:
-        with suppress(FileNotFoundError):
-            self._path.unlink()
-        os.close(self._lock)
+    def leave(self) -> None:
+        if not self._left:
+            self._left = True
+            self.listener.close()
+            os.close(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._left:
+            with suppress(FileNotFoundError):
+                self._path.unlink()
+        self.leave()
+
+
+def _lock_path(path: Path, group: int | None) -> int:
+    directory = path.parent
+    try:
+        if not directory.exists():
+            directory.mkdir(mode=0o700, parents=True)
+            if group is not None:
+                os.chown(directory, -1, group)
+                directory.chmod(0o750)
+        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"daemon.socket: {path} cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
+        os.close(lock)
+        raise ConfigError(f"daemon.socket: another daemon (pid {owner or 'unknown'}) serves {path}") from error
+    return lock
+
+
+def _wait_for_owner(path: Path) -> None:
+    """Returns when the process that had the path last is gone, which is about to end; patiently, but not for ever."""
+    try:
+        pidfd = os.pidfd_open(int(Path(f"{path}.lock").read_text()))
+    except (OSError, ValueError):
+        return
+    try:
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        poller.poll(int(OWNER_END_S * 1000))
+    finally:
+        os.close(pidfd)
+
+
+def _bind(path: Path, mode: int, group: int | None) -> socket.socket:
+    """A listening socket with its final mode from the first moment on."""
+    with suppress(FileNotFoundError):
+        path.unlink()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        before = os.umask(0o777 & ~mode)
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(before)
+        if group is not None:
+            os.chown(path, -1, group)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"daemon.socket: {path} cannot be used: {error}") from error
+    return sock
 
 
 def _group_id(group: str) -> int | None:
@@ -388,15 +657,15 @@ def _file_system_bytes(directory: Path) -> int:
     return stat.f_blocks * stat.f_frsize
 
 
-def run(settings: Settings) -> int:
-    """Serves until SIGTERM or SIGINT; the exit code."""
+def run(settings: Settings, *, takeover: bool = False) -> int:
+    """Serves until SIGTERM or SIGINT, or until another daemon has taken over; the exit code."""
 
     async def main() -> None:
         daemon = Daemon(settings)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, daemon.stop)
-        await daemon.serve()
+        await daemon.serve(takeover=takeover)
 
     # Disk and copy threads hold the GIL for moments only; the loop must not wait 5 ms for its turn (measured: a p99 of
     # 9 ms became 33 us).

@@ -56,6 +56,7 @@ class Session(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._decoder = FrameDecoder()
         self._pending: set[asyncio.Task[None]] = set()
+        self._frozen = False
         self._refusal: Refused | None = None  # why it may not stay
         self._operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             protocol.OP_PING: lambda body: {"boot": daemon.boot},
@@ -94,7 +95,7 @@ class Session(asyncio.Protocol):
                 self._handle(frame)
         except ProtocolError as error:
             self._daemon.counters["protocol_errors"] += 1
-            self._send_error(0, error)
+            self.reply_error(0, error)
             self._close()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -102,6 +103,17 @@ class Session(asyncio.Protocol):
         for task in self._pending:
             task.cancel()
         self._daemon.leave(self)
+
+    def freeze(self) -> None:
+        """Reads no more requests until `thaw`; they wait in the socket."""
+        self._frozen = True
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def thaw(self) -> None:
+        self._frozen = False
+        if self._transport is not None and len(self._pending) < MAX_PENDING and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def _close(self) -> None:
         if self._transport is not None:
@@ -136,7 +148,7 @@ class Session(asyncio.Protocol):
         if frame.kind != Kind.REQUEST:
             raise ProtocolError(f"a frame of kind {frame.kind} from a client; only requests are allowed")
         if self._refusal is not None:
-            self._send_error(frame.correlation, self._refusal)
+            self.reply_error(frame.correlation, self._refusal)
             self._close()
             return
         try:
@@ -144,27 +156,31 @@ class Session(asyncio.Protocol):
             op = take(body, "op", str, hi=32)
             if op == protocol.OP_ATTACH:
                 self._attach(frame.correlation, body)
+            elif op == protocol.OP_TAKEOVER:
+                self._daemon.hand_over(self, frame.correlation, body)
             elif op == protocol.OP_LOAD:
                 self._start_load(frame.correlation, body)
             else:
                 operation = self._operations.get(op)
                 if operation is None:
                     raise ProtocolError(f"field 'op': {op!r} is no operation of protocol {protocol.PROTOCOL_VERSION}")
-                self._send(frame.correlation, operation(body))
+                self.reply(frame.correlation, operation(body))
         except CascadeError as error:
             self._daemon.counters["refused_requests"] += 1
-            self._send_error(frame.correlation, error)
+            self.reply_error(frame.correlation, error)
         except Exception as error:
             # A defect of ours must neither leave the engine waiting nor end the daemon.
             log.exception("request failed pid=%s", self.pid)
             self._daemon.counters["internal_errors"] += 1
-            self._send_error(frame.correlation, error)
+            self.reply_error(frame.correlation, error)
         self._daemon.send_fences()
 
-    def _send(self, correlation: int, body: dict[str, Any]) -> None:
+    def reply(self, correlation: int, body: dict[str, Any]) -> None:
+        """Answers a request."""
         self._write(protocol.encode(Kind.REPLY, correlation, body))
 
-    def _send_error(self, correlation: int, error: BaseException) -> None:
+    def reply_error(self, correlation: int, error: BaseException) -> None:
+        """Answers a request that cannot be done."""
         self._write(protocol.encode_error(correlation, error))
 
     def send_event(self, event: str, body: dict[str, Any]) -> None:
@@ -198,7 +214,7 @@ class Session(asyncio.Protocol):
         reply: dict[str, Any] = {"boot": daemon.boot, "session": self.token, "warnings": []}
         if role == protocol.ROLE_TOOL:
             self.role = role
-            self._send(correlation, reply)
+            self.reply(correlation, reply)
             return
         if self.pidfd is None:
             raise Refused("attach: the kernel gives no pidfd of this process, so its death could not be noticed")
@@ -259,7 +275,6 @@ class Session(asyncio.Protocol):
         attachment.sessions += 1
 
     def _send_with_pools(self, correlation: int, reply: dict[str, Any]) -> None:
-        assert self._transport is not None
         pools: list[dict[str, Any]] = []
         descriptors: list[int] = []
         try:
@@ -268,17 +283,22 @@ class Session(asyncio.Protocol):
                     {"id": number, "tier": tier.name, "device": tier.memory.device, "bytes": tier.pool.capacity}
                 )
                 descriptors += tier.export()
-            reply |= {"session": self.token, "pools": pools}
-            frame = protocol.encode(Kind.REPLY, correlation, reply, len(descriptors))
-            if self._transport.get_write_buffer_size():
-                raise Refused("attach: replies to earlier requests are still unread")
-            with self._socket() as sock:
-                sent = socket.send_fds(sock, [frame], descriptors)
-            if sent < len(frame):
-                self._write(frame[sent:])
+            self.reply_with_descriptors(correlation, reply | {"session": self.token, "pools": pools}, descriptors)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+
+    def reply_with_descriptors(self, correlation: int, body: dict[str, Any], descriptors: list[int]) -> None:
+        """Answers a request and gives copies of `descriptors` along. Refused while earlier replies are unread."""
+        if self._transport is None:
+            raise Refused("the connection is lost")
+        frame = protocol.encode(Kind.REPLY, correlation, body, len(descriptors))
+        if self._transport.get_write_buffer_size():
+            raise Refused("replies to earlier requests are still unread")
+        with self._socket() as sock:
+            sent = socket.send_fds(sock, [frame], descriptors)
+        if sent < len(frame):
+            self._write(frame[sent:])
 
     def _detach(self, body: dict[str, Any]) -> dict[str, Any]:
         """All copies of the client have ended: nothing of this session needs to be quarantined."""
@@ -335,7 +355,7 @@ class Session(asyncio.Protocol):
             if len(self._pending) == MAX_PENDING and self._transport is not None:
                 self._transport.pause_reading()
         else:
-            self._send(correlation, _slots(cache.located(lease, count)))
+            self.reply(correlation, _slots(cache.located(lease, count)))
 
     async def _load(self, correlation: int, attachment: Attachment, number: int, count: int, wait: float) -> None:
         cache = self._daemon.cache
@@ -344,17 +364,17 @@ class Session(asyncio.Protocol):
             await self._daemon.transfer.fetch(
                 cache.lease(attachment, number).space, lambda: cache.leased_rows(attachment, number, count), wait
             )
-            self._send(correlation, _slots(cache.located(cache.lease(attachment, number), count)))
+            self.reply(correlation, _slots(cache.located(cache.lease(attachment, number), count)))
         except CascadeError as error:
-            self._send_error(correlation, error)
+            self.reply_error(correlation, error)
 
     def _load_ended(self, task: asyncio.Task[None]) -> None:
         self._pending.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("load failed pid=%s", self.pid, exc_info=task.exception())
             self._daemon.counters["internal_errors"] += 1
-        if len(self._pending) == MAX_PENDING - 1 and self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+        if len(self._pending) == MAX_PENDING - 1 and not self._frozen:
+            self.thaw()
 
     def _release(self, body: dict[str, Any]) -> dict[str, Any]:
         self._daemon.cache.release(self._attached(), take_u64(body, "leases", hi=65536).tolist())
@@ -362,7 +382,7 @@ class Session(asyncio.Protocol):
 
     def _reserve(self, body: dict[str, Any]) -> dict[str, Any]:
         attachment = self._attached()
-        if self._daemon.draining:
+        if self._daemon.draining or self._daemon.handing_over:
             raise Refused("reserve: the daemon is ending")
         reserved: Reserved = self._daemon.cache.reserve(
             attachment,

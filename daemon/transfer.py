@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 CLEANERS = 2  # so that the disk writes one batch while the journal record of another is made durable
 IDLE_S = 0.01  # the cleaner looks at most this often: commits come by the hundred
+PAUSE_S = 0.002  # how often a pause looks whether all has ended
 END_S = 5.0  # for what is in flight at the end
 STALLED_S = 1.0  # and this seldom while what is dirty is pinned or the disk takes nothing
 READ_BATCH_BYTES = 16 << 20  # so that the first blocks of a long prefix come up before the last
@@ -47,6 +48,8 @@ class Transfer:
         self._cleaners: list[asyncio.Task[None]] = []
         self._copiers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvcascade-copy")
         self._closing = False
+        self._paused = False
+        self._at_work = 0  # cleaners that are in the middle of something
         residency.wake = self._work.set
         residency.grew = self._tell_growth
 
@@ -78,7 +81,11 @@ class Transfer:
         while True:
             await self._work.wait()
             self._work.clear()
-            worked = await self._demote_pending()
+            self._at_work += 1
+            try:
+                worked = await self._demote_pending()
+            finally:
+                self._at_work -= 1
             stalled = not worked and self._residency.wants_cleaning
             pause = min(2 * pause, STALLED_S) if stalled else IDLE_S
             await asyncio.sleep(pause)
@@ -86,6 +93,8 @@ class Transfer:
     async def _demote_pending(self) -> bool:
         worked = False
         while True:
+            if self._paused:
+                return False
             try:
                 demotion = self._residency.plan_demotion()
                 if demotion is not None:
@@ -171,11 +180,32 @@ class Transfer:
             if plan is None or not await self.demote(plan):
                 return
 
+    async def pause(self, timeout: float) -> bool:
+        """Begins nothing any more, and waits for what is under way; whether all has ended within `timeout` seconds.
+
+        What then lies in HBM alone is copied to DRAM, as far as there is room.
+        """
+        self._paused = True
+        end = asyncio.get_running_loop().time() + timeout
+        while self._at_work or self._flights:
+            if asyncio.get_running_loop().time() >= end:
+                return False
+            await asyncio.sleep(PAUSE_S)
+        while (plan := self._residency.plan_hbm_demotion(everything=True)) is not None:
+            if not await self.demote(plan):
+                return False
+        return True
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._paused = False
+        self._work.set()
+
     # ---- up
 
     def promote(self, space: Space, rows: U32) -> None:
         """Begins to bring up those of `rows` that lie on disk only, as far as the budget reaches. Does not wait."""
-        if self._closing:
+        if self._closing or self._paused:
             return
         plan = self._residency.plan_promotion(space, rows)
         if plan is None:

@@ -26,14 +26,20 @@ class DramTier(PooledMemory):
         huge_pages: bool = False,
         lock: bool = True,
         setting: str = "dram.size",
+        memory: SharedMemory | None = None,
+        online: int = 0,
     ) -> None:
+        """`memory`: an earlier owner's pool of this size, contents kept, whose first `online` slabs are faulted in."""
         pool = SlabPool(size, slab_bytes=slab_bytes)
-        memory = SharedMemory("kvcascade-dram", pool.capacity, huge_pages=huge_pages)
+        taken_over = memory is not None
+        if memory is None:
+            memory = SharedMemory("kvcascade-dram", pool.capacity, huge_pages=huge_pages)
         self.huge_pages = memory.huge
         self.huge_reason = memory.huge_reason
         try:
-            if not memory.huge:  # The kernel has set reserved pages aside already.
+            if not memory.huge and not taken_over:  # The kernel has set reserved pages aside already.
                 require_memory(pool.capacity, setting)
+            pool.online(online)
             super().__init__("dram", pool, memory, lock=lock)
         except BaseException:
             memory.close()

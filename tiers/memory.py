@@ -39,6 +39,7 @@ REGISTER_CHUNK: Final = 1 << 30
 
 # Not in Python 3.11's fcntl and mmap modules; from linux/fcntl.h and asm-generic/mman-common.h.
 _F_SEAL_FUTURE_WRITE: Final = 0x10
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MADV_POPULATE_WRITE: Final = 23
 _UNLIMITED: Final = 1 << 60
 
@@ -229,6 +230,7 @@ class SharedMemory(_HostMemory):
             raise ValueError(f"shared memory of {size} bytes")
         self.huge = False
         self.huge_reason: str | None = None
+        self._adopted = False
         mapping: mmap.mmap | None = None
         if huge_pages:
             huge_page = _meminfo(Path("/proc")).get("Hugepagesize", 2 << 20)
@@ -249,8 +251,28 @@ class SharedMemory(_HostMemory):
             except OSError as error:
                 raise TierUnavailable(f"no shared memory of {human_size(size)}: {error.strerror}") from error
         super().__init__(mapping, size)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | (_F_SEAL_FUTURE_WRITE if sole_writer else 0))
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS | (_F_SEAL_FUTURE_WRITE if sole_writer else 0))
+
+    @classmethod
+    def adopt(cls, fd: int, size: int) -> "SharedMemory":
+        """The memory behind a descriptor of an earlier owner, contents kept; takes the descriptor over.
+
+        ProtocolError, with the descriptor left to the caller, when it is no memfd of exactly `size` bytes, sealed as
+        ours are, that can be mapped for writing.
+        """
+        try:
+            seals, there = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd)
+            if seals & _SEALS != _SEALS or there.st_size != size:
+                raise ProtocolError(f"a memfd of {there.st_size} bytes, seals {seals:#x}, is no pool of {size} bytes")
+            mapping = mmap.mmap(fd, size)
+        except OSError as error:
+            raise ProtocolError(f"the descriptor of a pool cannot be mapped: {error.strerror}") from error
+        memory = cls.__new__(cls)
+        memory.fd = fd
+        memory.huge, memory.huge_reason = there.st_blksize > PAGE, None
+        memory._adopted = True
+        _HostMemory.__init__(memory, mapping, size)
+        return memory
 
     def populate(self, offset: int, length: int) -> None:
         """Fault pages in for writing, contents kept; blocks about 1 s a GiB and releases the GIL.
@@ -261,7 +283,10 @@ class SharedMemory(_HostMemory):
         while _libc.madvise(view.ctypes.data, length, _MADV_POPULATE_WRITE):
             failure = ctypes.get_errno()
             if failure == errno.EINVAL:  # before Linux 5.14
-                view[::PAGE] |= 0
+                if self._adopted:
+                    view[::PAGE].max()  # others may be writing there
+                else:
+                    view[::PAGE] |= 0
                 return
             if failure not in (errno.EINTR, errno.EAGAIN):
                 raise TierUnavailable(f"{human_size(length)} could not be faulted in: {os.strerror(failure)}")
@@ -353,6 +378,10 @@ class Generations:
     def bump(self, pages: ArrayLike) -> None:
         """Void every lease on the slots that begin at these pages; each once, also when named twice. Wraps at 2^32."""
         self.values[np.asarray(pages, np.int64)] += np.uint32(1)
+
+    def void(self) -> None:
+        """Void every lease on every slot: the pool has another owner from now on, whose generations are not these."""
+        self.values += np.uint32(1)
 
     def populate(self, first: int, pages: int) -> None:
         """Fault in what belongs to pages [first, first + pages), so that no later bump can fail for lack of memory."""

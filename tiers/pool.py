@@ -225,6 +225,34 @@ class SlabPool:
         size_class.counts[SlotState.PENDING] += len(pages)
         return pages
 
+    def restore(self, slot_bytes: int, pages: ArrayLike, state: SlotState) -> None:
+        """Slots of a class that another owner of this memory had handed out: FREE → `state`, before any `allocate`.
+
+        Unassigned slabs are given to the class as needed. ValueError, with nothing changed, for a page that is no slot
+        of the class, that lies in a slab of another class or beyond those online, or that is in use or named twice.
+        """
+        slot_pages = self._slot_pages(slot_bytes)
+        named = self._named(pages)
+        if not len(named):
+            return
+        slabs, offsets = np.divmod(named, self._slab_pages)
+        whole = (offsets % slot_pages == 0) & (offsets + slot_pages <= self._slab_pages) & (slabs < self._online)
+        sizes = self._slab_slot_pages[slabs]
+        whole &= (sizes == 0) | (sizes == slot_pages)
+        whole &= (sizes == 0) | (self._state[named] == SlotState.FREE)
+        if not whole.all():
+            raise ValueError(f"page {named[~whole][0]} is no free slot of {slot_bytes} bytes")
+        if len(np.unique(named)) != len(named):
+            raise ValueError("a page is named twice")
+        fresh = np.unique(slabs[sizes == 0])
+        self._unassigned = np.setdiff1d(self._unassigned, fresh).tolist()  # sorted, and so a heap
+        size_class = self._assign(slot_pages, fresh)
+        self._unlist(size_class, self._position[named])
+        self._state[named] = state
+        np.add.at(self._slab_used, slabs, 1)
+        size_class.counts[SlotState.FREE] -= len(named)
+        size_class.counts[state] += len(named)
+
     def ready(self, pages: ArrayLike) -> None:
         """PENDING → READY: the bytes are whole."""
         self._change(pages, SlotState.PENDING, SlotState.READY)
@@ -380,10 +408,13 @@ class SlabPool:
         size_class.top = top
 
     def _withdraw(self, slab: int) -> None:
-        """Take a slab's free slots out of the stack, in O(their number): the stack's end fills the holes."""
-        size_class = self._classes[int(self._slab_slot_pages[slab])]
+        """Take a slab's free slots out of the stack; the stack's end fills the holes."""
         pages = self.pages_in_slab(slab)
-        holes = self._position[pages[self._state[pages] == SlotState.FREE]]
+        free = self._position[pages[self._state[pages] == SlotState.FREE]]
+        self._unlist(self._classes[int(self._slab_slot_pages[slab])], free)
+
+    def _unlist(self, size_class: _Class, holes: Pages) -> None:
+        """Take what lies at these places out of a class's stack, in O(their number)."""
         top = size_class.top - len(holes)
         stays = np.ones(len(holes), np.bool_)
         stays[holes[holes >= top] - top] = False
@@ -407,12 +438,16 @@ class SlabPool:
             for slab in np.flatnonzero(self._empty(slot_pages))[: wanted - len(self._unassigned)]:
                 self.release_slab(int(slab))
         wanted = min(wanted, len(self._unassigned))
-        size_class = self._classes.get(slot_pages)
         if not wanted:
-            return size_class
+            return self._classes.get(slot_pages)
+        return self._assign(slot_pages, np.array([heapq.heappop(self._unassigned) for _ in range(wanted)], np.int64))
+
+    def _assign(self, slot_pages: int, taken: NDArray[np.int64]) -> _Class:
+        """Give a class these slabs, ascending, which were taken from the unassigned ones."""
+        a_slab = self._slab_pages // slot_pages
+        size_class = self._classes.get(slot_pages)
         if size_class is None:
             size_class = self._classes[slot_pages] = _Class(slot_pages, self.slabs * a_slab)
-        taken = np.array([heapq.heappop(self._unassigned) for _ in range(wanted)], np.int64)
         self._slab_slot_pages[taken] = slot_pages
         starts = np.arange(a_slab, dtype=np.int64) * slot_pages
         pages = (taken[:, None] * self._slab_pages + starts).reshape(-1)

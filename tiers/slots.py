@@ -76,6 +76,10 @@ class PooledMemory:
         if self.state != "ok":
             raise TierUnavailable(f"{self.name}: {self.reason or 'closed'}")
 
+    def void(self) -> None:
+        """Tell every reader that its slots may be handed on: another process is about to own this memory."""
+        self.generations.void()
+
     def progress(self) -> Progress:
         return Progress(self.pool.online_bytes, self.pool.capacity)
 
@@ -170,7 +174,8 @@ class PooledMemory:
     def _came_online(self, slabs: int, on_online: Callable[[Progress], None] | None) -> None:
         if self._stop.is_set():
             return
-        self.pool.online(slabs)
+        # What came from an earlier owner is online already.
+        self.pool.online(max(slabs, self.pool.online_slabs))
         if slabs == self.pool.slabs:
             self.state = "ok"
             self._settled.set()

@@ -297,6 +297,11 @@ class Side:
         found = self._session.lookup(self._hashes(tokens), request=request, **options)
         return {"lease": found.lease, "matched": found.matched, "ready": found.ready, "tiers": found.tiers.tolist()}
 
+    def lookup_told(self, tokens: list[int], told: list[int]) -> int:
+        """How many blocks of `tokens` match when the daemon is told other token ids, or these."""
+        found = self._session.lookup(self._hashes(tokens), request="told", tokens=told, pin=False)
+        return found.matched
+
     def release(self, lease: int) -> None:
         self._session.release(lease)
 
@@ -383,6 +388,10 @@ class Side:
             "value": [held.boot, held.lease, held.start, held.states.tobytes(), held.blocks.tobytes(),
                       held.pools.tobytes(), held.pages.tobytes(), held.generations.tobytes()],
         }  # fmt: skip
+
+    def probe_store(self, tokens: list[int]) -> None:
+        """Reserves and gives up at once, beside the reservation that is held."""
+        self._session.abort(self._session.reserve(self._hashes(tokens), request="probe").lease)
 
     def take_over(self, tokens: list[int], value: list[Any]) -> None:
         """A rank is told of the reservation that its scheduler made."""

@@ -12,6 +12,7 @@ from kvcascade.config.errors import ConfigError
 from kvcascade.tiers.pool import PAGE, SlabPool, SlotState
 
 SMALL, MIDDLE, LARGE = PAGE, 3 * PAGE, 8 * PAGE
+SLAB = 16 * PAGE
 
 
 def pool_of(slabs: int, *, online: int | None = None) -> SlabPool:
@@ -301,3 +302,39 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_slots_of_an_earlier_owner_are_restored_and_the_rest_is_handed_out():
+    pool = SlabPool(4 * SLAB, slab_bytes=SLAB)
+    pool.online(4)
+    small, large = PAGE, 4 * PAGE
+    a_slab = SLAB // PAGE
+    pool.restore(small, [a_slab + 1, a_slab + 2, 3 * a_slab], SlotState.READY)
+    pool.restore(large, [2 * a_slab + 4], SlotState.QUARANTINED)
+    pool.restore(small, [a_slab], SlotState.QUARANTINED)
+    assert pool.check() == []
+    assert pool.counts()[small][1:] == (2 * a_slab - 4, 0, 3, 1)
+    got = pool.allocate(small, 4 * a_slab)
+    assert len(got) == 3 * a_slab - 4  # slab 0, too, was nobody's
+    assert set(got.tolist()).isdisjoint([a_slab, a_slab + 1, a_slab + 2, 3 * a_slab])
+    pool.free(got)
+    pool.free([a_slab, a_slab + 1, a_slab + 2, 3 * a_slab, 2 * a_slab + 4])
+    assert pool.check() == []
+    assert pool.free_slots(large) == 4 * a_slab // 4
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [[0, 0], [1], [SLAB // PAGE * 3], [SLAB // PAGE * 2], [4]],
+    ids=["named twice", "within a slot", "not online", "of another class", "in use"],
+)
+def test_what_cannot_be_an_earlier_owners_slot_is_refused_and_nothing_changes(pages):
+    pool = SlabPool(4 * SLAB, slab_bytes=SLAB)
+    pool.online(3)
+    pool.restore(4 * PAGE, [4], SlotState.READY)
+    pool.restore(PAGE, [SLAB // PAGE * 2 + 1], SlotState.READY)
+    before = pool.counts()
+    with pytest.raises(ValueError):
+        pool.restore(4 * PAGE, pages, SlotState.READY)
+    assert pool.counts() == before
+    assert pool.check() == []

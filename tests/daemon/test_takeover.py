@@ -1,0 +1,475 @@
+"""One daemon takes over from another, with real processes: nothing is lost, nothing lies, and either side may die.
+
+The steps of a takeover (begin, freeze, read, commit, serving) are those of daemon/handover.py.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from engines.scripted import EngineError, eventually, prompt
+
+from kvcascade.config.errors import CascadeError, DaemonUnavailable, Refused
+from kvcascade.daemon.client import Client
+from kvcascade.daemon.handover import FORMAT
+
+KVCASCADE = Path(sys.executable).parent / "kvcascade"
+STEPS = ("begin", "freeze", "read", "commit", "serving")
+
+
+@contextmanager
+def successor(daemon, *wrapper, **flags) -> Iterator[subprocess.Popen[str]]:
+    """`kvcascade serve --takeover` with the flags of a running daemon, some of them changed."""
+    chosen = {**daemon.flags, **{f"--{name.replace('_', '-')}": value for name, value in flags.items()}}
+    command = [*(wrapper or [KVCASCADE]), "serve", "--takeover", *(part for pair in chosen.items() for part in pair)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KVCASCADE_")}
+    with daemon.log.open("a") as log:
+        process = subprocess.Popen([str(part) for part in command], stderr=log, stdout=log, text=True, env=environment)
+    try:
+        yield process
+    finally:
+        if process is not daemon.process and process.poll() is None:
+            process.kill()
+            process.wait(10)
+
+
+def take_over(daemon, **flags):
+    """A successful takeover: `daemon` is the new one from now on; the old one's exit code."""
+    old = daemon.process
+    with successor(daemon, **flags) as new:
+        code = old.wait(20)
+        daemon.process = new
+        daemon.flags.update({f"--{name.replace('_', '-')}": value for name, value in flags.items()})
+        eventually(lambda: _status(daemon)["pid"] == new.pid)
+        eventually(lambda: all(tier["state"] == "ok" for tier in daemon.status()["tiers"]))
+    return code
+
+
+def _status(daemon):
+    try:
+        return daemon.status()
+    except CascadeError:
+        return {"pid": None}
+
+
+def fetched(engine, tokens):
+    """What an engine fetches once it has re-attached by itself."""
+
+    def fetch():
+        try:
+            return engine.fetch(tokens)
+        except EngineError:  # its back-off has not passed
+            return None
+
+    return eventually(fetch)
+
+
+def dram(daemon):
+    return next(one for one in daemon.status()["tiers"] if one["name"] == "dram")
+
+
+def test_blocks_in_dram_stay_warm_and_sessions_reattach_by_themselves(daemon, start_engine):
+    engine, other = start_engine(daemon), start_engine(daemon, model="another")
+    engine.store(prompt("a", 40))
+    other.store(prompt("b", 8))
+    boot = engine.attach()["boot"]
+    assert take_over(daemon) == 0
+    assert daemon.check() == []
+    assert fetched(engine, prompt("a", 40)) == {"matched": 40, "loaded": 40, "foreign": 0, "tiers": [1] * 40}
+    assert fetched(other, prompt("b", 8)) == {"matched": 8, "loaded": 8, "foreign": 0, "tiers": [1] * 8}
+    assert engine.attach()["boot"] != boot
+    assert daemon.status()["recovered"]["taken_over"] == {"blocks": 48, "dropped": 0}
+    # The new daemon evicts, demotes and stores as any other, in the same memory.
+    for name in range(60):
+        engine.store(prompt(f"more {name}", 40))
+    assert daemon.check() == []
+    assert fetched(engine, prompt("more 59", 40))["foreign"] == 0
+
+
+def test_clean_blocks_stay_clean_and_those_on_disk_alone_are_found(start_daemon, start_engine):
+    daemon = start_daemon(dram="8MiB", dram_slab="1MiB", disk_write_policy="through")
+    engine = start_engine(daemon)
+    for name in range(12):
+        engine.store(prompt(f"p {name}", 40))
+        eventually(lambda: dram(daemon)["dirty"] == 0)
+    before = daemon.status()
+    assert take_over(daemon) == 0
+    after = daemon.status()
+    assert (dram(daemon)["blocks"], dram(daemon)["dirty"]) == (before["tiers"][0]["blocks"], 0)
+    assert after["index"]["blocks"] == before["index"]["blocks"]
+    for name in range(12):
+        got = fetched(engine, prompt(f"p {name}", 40))
+        assert (got["loaded"], got["foreign"]) == (40, 0)
+
+
+def test_takeovers_may_follow_one_another_and_a_restart_finds_all_on_disk(daemon, start_engine):
+    engine = start_engine(daemon)
+    for round_ in range(3):
+        engine.store(prompt(f"a {round_}", 16))
+        assert take_over(daemon) == 0
+        for earlier in range(round_ + 1):
+            assert fetched(engine, prompt(f"a {earlier}", 16))["tiers"] == [1] * 16
+    daemon.restart()
+    assert daemon.status()["recovered"]["blocks"] == 48
+
+
+def test_token_ids_come_along_where_hashes_can_collide(start_daemon, start_engine):
+    daemon = start_daemon(daemon_hash_algo="xxhash", daemon_seed="0")
+    engine = start_engine(daemon, algo="xxhash")
+    tokens = prompt("a", 8)
+    engine.reserve(tokens, keep_tokens=True)
+    engine.write()
+    engine.commit()
+    assert take_over(daemon) == 0
+    eventually(lambda: _attached(engine))
+    assert engine.lookup_told(tokens, tokens) == 8
+    assert engine.lookup_told(tokens, [1] * len(tokens)) == 0
+
+
+def _attached(engine):
+    try:
+        return engine.attach()
+    except EngineError:
+        return None
+
+
+def test_blocks_in_hbm_come_down_to_dram(start_daemon, start_engine):
+    daemon = start_daemon(hbm="8MiB", hbm_device="cpu")
+    engine = start_engine(daemon)
+    engine.store(prompt("a", 32))
+    assert take_over(daemon) == 0
+    assert fetched(engine, prompt("a", 32))["tiers"] == [1] * 32
+
+
+def test_what_was_connecting_waits_for_the_new_daemon(daemon):
+    # The listening socket itself changes hands, so no connection is refused in between.
+    refused = []
+    with successor(daemon) as new:
+        old, daemon.process = daemon.process, new
+        while old.poll() is None:
+            try:
+                with socket.socket(socket.AF_UNIX) as sock:
+                    sock.connect(str(daemon.socket))
+            except OSError as error:
+                refused.append(error)
+        assert old.returncode == 0
+        eventually(lambda: _status(daemon)["pid"] == new.pid)
+    assert refused == []
+
+
+def test_with_no_daemon_it_starts_as_any_other(daemon, start_engine):
+    engine = start_engine(daemon)
+    engine.store(prompt("a", 8))
+    engine.close()
+    assert daemon.stop() == 0
+    with successor(daemon) as new:
+        daemon.process = new
+        eventually(lambda: _status(daemon)["pid"] == new.pid)
+        assert daemon.status()["recovered"] == {"blocks": 8, "dropped": {}}
+
+
+# ---- leases
+
+
+def test_slots_of_an_open_reservation_are_withheld_until_its_session_is_back(daemon, start_engine):
+    engine = start_engine(daemon)
+    engine.reserve(prompt("a", 8))
+    engine.begin_copy()
+    engine.fill(0.5)
+    assert take_over(daemon) == 0
+    assert dram(daemon)["quarantined"] == 8
+    # Others may have all the rest, never these.
+    other = start_engine(daemon)
+    for name in range(60):
+        other.store(prompt(f"b {name}", 40))
+    engine.fill()
+    assert fetched(other, prompt("b 59", 40)) == {"matched": 40, "loaded": 40, "foreign": 0, "tiers": [1] * 40}
+    assert dram(daemon)["quarantined"] == 8
+    # Re-attaching says that no copy of the earlier session runs: while one does, it waits.
+    with pytest.raises(EngineError):
+        engine.attach(0.3)
+    assert dram(daemon)["quarantined"] == 8
+    engine.end_copy()
+    eventually(lambda: _attached(engine))
+    assert dram(daemon)["quarantined"] == 0
+    assert daemon.check() == []
+
+
+def test_slots_withheld_for_a_process_come_back_with_its_death(daemon, start_engine):
+    engine, quarantined = start_engine(daemon), start_engine(daemon)
+    engine.reserve(prompt("a", 8))
+    engine.begin_copy()
+    quarantined.reserve(prompt("b", 4))
+    quarantined.begin_copy()
+    quarantined.lose_socket()
+    assert take_over(daemon) == 0
+    assert dram(daemon)["quarantined"] == 12
+    engine.kill()
+    eventually(lambda: dram(daemon)["quarantined"] == 4)
+    quarantined.kill()
+    eventually(lambda: dram(daemon)["quarantined"] == 0)
+
+
+def test_withheld_slots_are_handed_on_by_a_second_takeover_too(daemon, start_engine):
+    engine = start_engine(daemon)
+    engine.reserve(prompt("a", 8))
+    engine.begin_copy()
+    assert take_over(daemon) == 0
+    assert take_over(daemon) == 0
+    assert dram(daemon)["quarantined"] == 8
+    engine.kill()
+    eventually(lambda: dram(daemon)["quarantined"] == 0)
+
+
+def test_each_rank_that_has_not_committed_withholds_its_slots(daemon, start_engine):
+    scheduler = start_engine(daemon, role="scheduler", ranks=2)
+    attachment = scheduler.attach()["attachment"]
+    ranks = [start_engine(daemon, role="rank", ranks=2, rank=rank, attachment=attachment) for rank in range(2)]
+    value = scheduler.reserve(prompt("a", 8))["value"]
+    for rank in ranks:
+        rank.take_over(prompt("a", 8), value)
+    ranks[0].write()
+    ranks[0].commit()
+    assert take_over(daemon) == 0
+    assert dram(daemon)["quarantined"] == 8
+    ranks[0].kill()
+    assert dram(daemon)["quarantined"] == 8
+    ranks[1].kill()
+    eventually(lambda: dram(daemon)["quarantined"] == 0)
+
+
+def test_a_store_that_is_about_to_be_committed_is_waited_for(daemon, start_engine):
+    engine = start_engine(daemon)
+    engine.reserve(prompt("a", 8))
+    engine.write()
+    with successor(daemon) as new:
+        old, daemon.process = daemon.process, new
+        eventually(lambda: _refuses_stores(engine))
+        assert engine.commit()["ready"] == 8
+        assert old.wait(20) == 0
+        eventually(lambda: _status(daemon)["pid"] == new.pid)
+    assert fetched(engine, prompt("a", 8))["tiers"] == [1] * 8
+
+
+def _refuses_stores(engine):
+    return engine.timed("probe_store", prompt("other", 1))["error"] == "Refused"
+
+
+def test_a_load_in_mid_copy_is_not_trusted_after_the_takeover(daemon, start_engine):
+    engine = start_engine(daemon)
+    engine.store(prompt("a", 8))
+    lease = engine.lookup(prompt("a", 8))["lease"]
+    assert engine.load(lease, 8) == 8
+    engine.read_slowly(prompt("a", 8))
+    assert take_over(daemon) == 0
+    other = start_engine(daemon)
+    for name in range(80):
+        other.store(prompt(f"b {name}", 40))
+    judged = engine.read_on(prompt("a", 8))
+    assert (judged["intact"], judged["foreign"]) == ([], [])
+
+
+# ---- refusals
+
+
+def refused(daemon, **flags):
+    """A takeover that must fail: the exit code and what it says."""
+    before = daemon.log.read_text()
+    with successor(daemon, **flags) as new:
+        code = new.wait(20)
+    return code, daemon.log.read_text().removeprefix(before)
+
+
+def expect_undisturbed(daemon, engine, tokens, boot):
+    """The old daemon serves on, with every block, and stores."""
+    assert daemon.running
+    assert fetched(engine, tokens) == {"matched": 16, "loaded": 16, "foreign": 0, "tiers": [1] * 16}
+    assert daemon.status()["boot"] == boot
+    assert engine.store(prompt(f"{os.urandom(4)!r}", 4))["ready"] == 4
+    assert daemon.check() == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"dram_slab": "8MiB"}, "dram.slab"),
+        ({"dram": "32MiB"}, "dram.capacity"),
+        ({"disk": "/proc/x"}, "disk.directory"),
+    ],
+)
+def test_settings_that_do_not_fit_leave_the_old_daemon_serving(daemon, start_engine, flags, named):
+    engine = start_engine(daemon)
+    engine.store(prompt("a", 16))
+    boot = daemon.status()["boot"]
+    code, said = refused(daemon, **flags)
+    assert code == 2
+    assert named in said
+    eventually(lambda: _attached(engine))
+    expect_undisturbed(daemon, engine, prompt("a", 16), boot)
+
+
+@contextmanager
+def asking(daemon):
+    """A test in the place of the new daemon."""
+    client = Client(daemon.socket, timeout=20)
+    client.connect()
+    try:
+        yield lambda step, **fields: client.call_with_fds("takeover", {"step": step, **fields})
+    finally:
+        client.close()
+
+
+def test_another_format_an_unknown_step_and_steps_out_of_order_are_refused(daemon):
+    for step, fields, message in (
+        ("begin", {"format": FORMAT + 1}, f"format {FORMAT + 1}"),
+        ("begin", {}, "format"),
+        ("leap", {}, "leap"),
+        ("commit", {}, "commit"),
+        ("serving", {}, "serving"),
+        ("read", {"part": "blocks", "at": 0}, "read"),
+    ):
+        with asking(daemon) as ask, pytest.raises(CascadeError, match=message):
+            ask(step, **fields)
+    eventually(lambda: not _busy(daemon))
+
+
+def _busy(daemon):
+    with asking(daemon) as ask:
+        try:
+            _, descriptors = ask("begin", format=FORMAT)
+        except Refused:
+            return True
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return False
+
+
+def test_two_at_once_are_refused(daemon):
+    with asking(daemon) as ask:
+        _, descriptors = ask("begin", format=FORMAT)
+        code, said = refused(daemon)
+        assert code == 4
+        assert f"pid {os.getpid()}" in said
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+# ---- deaths
+
+
+KILLED = """
+import os, signal, sys
+from kvcascade.daemon import cli, handover
+side, step = sys.argv[1:3]
+die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+if side == "new":
+    before = handover.Successor._step
+    async def after(self, name, **fields):
+        answer = await before(self, name, **fields)
+        if name == step:
+            die()
+        return answer
+    handover.Successor._step = after
+else:
+    before = handover.Predecessor.step
+    def after(self, correlation, body):
+        if body["step"] == step:
+            die()
+        before(self, correlation, body)
+    handover.Predecessor.step = after
+sys.exit(cli.main(sys.argv[3:]))
+"""
+
+
+@pytest.mark.parametrize("step", ["begin", "freeze", "read", "commit"])
+def test_a_new_daemon_that_is_killed_at_a_step_leaves_the_old_one_serving(daemon, start_engine, step):
+    engine = start_engine(daemon)
+    engine.store(prompt("a", 16))
+    engine.reserve(prompt("b", 4))
+    boot = daemon.status()["boot"]
+    with successor(daemon, sys.executable, "-P", "-c", KILLED, "new", step) as new:
+        assert new.wait(20) == -signal.SIGKILL
+    eventually(lambda: _status(daemon)["pid"] == daemon.pid)
+    expect_undisturbed(daemon, engine, prompt("a", 16), boot)
+    # The next one works.
+    assert take_over(daemon) == 0
+    assert fetched(engine, prompt("a", 16))["tiers"] == [1] * 16
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_an_old_daemon_that_is_killed_at_a_step_is_succeeded_all_the_same(daemon, start_engine, step):
+    engine = start_engine(daemon)
+    engine.store(prompt("a", 16))
+    daemon.restart()  # so that the blocks lie on disk
+    with successor(daemon, sys.executable, "-P", "-c", KILLED, "old", step) as doomed:
+        assert daemon.process.wait(20) == 0
+        daemon.process = doomed
+        eventually(lambda: _status(daemon)["pid"] == doomed.pid)
+        assert fetched(engine, prompt("a", 16))["loaded"] == 16
+        with successor(daemon) as new:
+            assert doomed.wait(20) == -signal.SIGKILL
+            daemon.process = new
+            eventually(lambda: _status(daemon)["pid"] == new.pid)
+    got = fetched(engine, prompt("a", 16))
+    assert (got["loaded"], got["foreign"]) == (16, 0)
+    # Only where the old one had given everything away are they warm.
+    assert set(got["tiers"]) == ({1} if step == "serving" else {2})
+
+
+def test_a_new_daemon_that_stands_still_is_given_up_when_it_is_killed(daemon, start_engine):
+    engine = start_engine(daemon, timeout=1.0)
+    engine.store(prompt("a", 16))
+    boot = daemon.status()["boot"]
+    with asking(daemon) as ask:
+        _, descriptors = ask("begin", format=FORMAT)
+        ask("freeze")
+        # The old daemon stands still; engines go on without it within their deadline.
+        outcome = engine.timed("lookup", prompt("a", 16))
+        assert (outcome["error"], outcome["seconds"] < 2) == ("DaemonUnavailable", True)
+        for descriptor in descriptors:
+            os.close(descriptor)
+    expect_undisturbed(daemon, engine, prompt("a", 16), boot)
+
+
+def test_sigterm_to_the_old_daemon_undoes_the_takeover_and_ends_it_in_order(daemon, start_engine):
+    engine = start_engine(daemon)
+    engine.store(prompt("a", 16))
+    with asking(daemon) as ask:
+        _, descriptors = ask("begin", format=FORMAT)
+        ask("freeze")
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(20) == 0
+        with pytest.raises(DaemonUnavailable):
+            ask("commit")
+        for descriptor in descriptors:
+            os.close(descriptor)
+    daemon.start()
+    assert daemon.status()["recovered"]["blocks"] == 16
+
+
+def test_many_kills_at_random_moments(daemon, start_engine, tmp_path):
+    engine = start_engine(daemon)
+    engine.store(prompt("a", 16))
+    boot = daemon.status()["boot"]
+    for round_ in range(6):
+        with successor(daemon) as new:
+            time.sleep(0.25 + 0.1 * round_)  # the moment is the point
+            new.kill()
+            new.wait(20)
+            eventually(lambda: daemon.process.poll() is not None or _status(daemon)["pid"] == daemon.pid)
+            if daemon.process.poll() is not None:
+                # It had said that it serves: its death is a crash like any other.
+                daemon.process = None
+                daemon.start()
+                engine.attach()
+                engine.store(prompt("a", 16))
+                boot = daemon.status()["boot"]
+        eventually(lambda: _attached(engine))
+        expect_undisturbed(daemon, engine, prompt("a", 16), boot)
