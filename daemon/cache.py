@@ -386,6 +386,7 @@ class Cache:
             created=now,
         )
         attachment.reservations[reservation.number] = reservation
+        self.residency.reserved(space, pages[pools == POOL_DRAM])
         for row in rows.tolist():
             self._pending_owner[row] = reservation
         states[have - start : have - start + len(rows)] = BlockState.SLOT
@@ -426,6 +427,7 @@ class Cache:
             self.residency.index.hbm[rows[~in_dram]] = pages[~in_dram]
             self.residency.hbm.release(pages[~in_dram])
         self.residency.index.state[rows] = RowState.READY
+        self.residency.landed(rows[in_dram])
         reservation.state[entries] = Entry.READY
         for row in rows.tolist():
             del self._pending_owner[row]

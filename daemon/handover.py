@@ -71,13 +71,16 @@ class Orphaned(CascadeError):
 
 @dataclass(eq=False, slots=True)
 class Absent:
-    """A process that was attached to the daemon before, and may still write into slots that are withheld for it."""
+    """A process that was attached to the daemon before, and may still write into slots that are withheld for it.
+
+    It counts as one writer of each attachment whose slots it may be writing.
+    """
 
     token: bytes
     pid: int
     uid: int
     pidfd: int | None
-    writer: Writer
+    writers: list[Writer]
 
 
 # ---------------------------------------------------------------------------------------------------- the old daemon
@@ -107,7 +110,7 @@ class Predecessor:
         self._spaces: list[Space] = []
         self._pieces: list[tuple[Space, U32]] = []
         self._late: list[tuple[int, Reservation]] = []  # (number of the attachment, reservation)
-        self._writers: list[tuple[int, Any]] = []  # (number of the attachment, Session or Absent)
+        self._writers: list[tuple[int, Writer, Any]] = []  # (number of the attachment, writer, Session or Absent)
 
     def step(self, correlation: int, body: dict[str, Any]) -> None:
         """Does what the new daemon asks. CascadeError for what cannot be done; the connection goes on."""
@@ -212,9 +215,10 @@ class Predecessor:
         for number, attachment in enumerate(holders):
             self._late += [(number, reservation) for reservation in attachment.reservations.values()]
             self._writers += [
-                (number, one)
+                (number, writer, one)
                 for one in daemon.processes()
-                if one.writer is not None and one.writer.attachment is attachment
+                for writer in one.writers
+                if writer.attachment is attachment
             ]
 
     # ---- read
@@ -238,19 +242,19 @@ class Predecessor:
         else:
             self.session.reply(correlation, _late(*self._late[at]))
 
-    def _tell_writers(self, correlation: int, writers: list[tuple[int, Any]]) -> None:
+    def _tell_writers(self, correlation: int, writers: list[tuple[int, Writer, Any]]) -> None:
         told = [
             {
                 "attachment": number,
                 "token": one.token,
-                "rank": one.writer.rank,
+                "rank": writer.rank,
                 "pid": one.pid,
                 "uid": one.uid,
                 "watched": one.pidfd is not None,
             }
-            for number, one in writers
+            for number, writer, one in writers
         ]
-        pidfds = [one.pidfd for _, one in writers if one.pidfd is not None]
+        pidfds = [one.pidfd for _, _, one in writers if one.pidfd is not None]
         self.session.reply_with_descriptors(correlation, {"writers": told}, pidfds)
 
     # ---- commit
@@ -346,7 +350,7 @@ class Successor:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self.unfit = 0  # blocks of namespaces that this version does not understand
+        self.dropped = 0  # blocks of namespaces that this version does not understand
         self._described: dict[str, Any] = {}
         self._counts: dict[str, int] = {}
         self._memory: int | None = None
@@ -434,7 +438,7 @@ class Successor:
         count = len(take_u32(told, "pages"))
         known = self._spaces.get(take(told, "space", int))
         if known is None:
-            self.unfit += count
+            self.dropped += count
             return None
         space = residency.space(*known)
         width = space.shape.block_tokens

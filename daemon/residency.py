@@ -146,6 +146,8 @@ class Residency:
         self.counters: Counter[str] = Counter()
         self.wake: Callable[[], None] = lambda: None  # called when the cleaner may have work
         self.grew: Callable[[], None] = lambda: None  # called when memory has come online
+        self.landed: Callable[[U32], None] = lambda rows: None  # called with rows whose whole blocks now lie in DRAM
+        self.reserved: Callable[[Space, U32], None] = lambda space, pages: None  # DRAM slots that engines will write
         self.give_up: Callable[[U32], None] = lambda rows: None
         self._space_of: dict[tuple[bytes, int], Space] = {}
         self._classes: list[int] = []  # size class number → slot bytes
@@ -585,6 +587,7 @@ class Residency:
             good = succeeded & (index.state[rows] == RowState.READY)
             self.dram.pool.ready(targets[good])
             index.dram[rows[good]] = targets[good]
+            self.landed(rows[good])
             self.dram.free(targets[~good])
             self.stored(rows[good], plan.size_class)
             if self._settings.dram.write_policy != "through":
@@ -635,6 +638,7 @@ class Residency:
         keep = good & (index.state[rows] == RowState.READY)
         self.dram.pool.ready(plan.pages[keep])
         index.dram[rows[keep]] = plan.pages[keep]
+        self.landed(rows[keep])
         self._count_clean(rows[keep], 1)
         self.dram.free(plan.pages[~keep])
         self.counters["promoted_blocks"] += int(keep.sum())
@@ -704,6 +708,7 @@ class Residency:
         go = (index.state[rows] == RowState.READY) & (index.pins[rows] == 0) & whole
         self.dram.pool.ready(plan.targets[go])
         index.dram[rows[go]] = plan.targets[go]
+        self.landed(rows[go])
         self.dram.free(plan.pages[go])
         self.dram.free(plan.targets[~go])
         self.free_doomed(rows)

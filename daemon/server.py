@@ -31,6 +31,7 @@ from kvcascade.tiers.block import CRYPTOGRAPHIC, default_seed, hash_self_test, n
 from kvcascade.tiers.disk import DiskTier
 from kvcascade.tiers.dram import DramTier
 from kvcascade.tiers.hbm import HbmTier
+from kvcascade.tiers.ledger import Ledger
 from kvcascade.tiers.memory import available_memory, require_memory
 from kvcascade.tiers.namespace import Namespace
 from kvcascade.tiers.slots import PooledMemory, Progress
@@ -38,11 +39,13 @@ from kvcascade.tiers.slots import PooledMemory, Progress
 from . import protocol
 from .cache import Cache
 from .handover import RETRY_MOST_S, RETRY_S, Absent, Listener, Orphaned, Predecessor, Successor, Withheld
+from .keeper import LEDGER, POOL, Keeper, Remains
 from .lease import Entry
 from .protocol import POOL_DRAM, POOL_HBM
 from .residency import Residency
 from .session import Session
 from .status import describe
+from .supervisor import Supervisor
 from .transfer import Transfer
 
 log = logging.getLogger("kvcascade.daemon")
@@ -55,9 +58,19 @@ OWNER_END_S = 5.0  # for a process that was killed to be gone
 class Daemon:
     """All parts of a running daemon. `serve` runs it; everything else is for sessions, on the loop's thread."""
 
-    def __init__(self, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        supervisor: Supervisor | None = None,
+    ) -> None:
+        """`supervisor`: who is told of the daemon's life; without one that of an empty environment, which is nobody."""
         hash_self_test()
         self.settings = settings
+        self.supervisor = Supervisor({}) if supervisor is None else supervisor
+        self.keeper: Keeper | None = None
+        self._watchdog_due = 0.0
         self.clock = clock
         self.boot = secrets.token_bytes(16)
         self.started = time.time()
@@ -119,28 +132,37 @@ class Daemon:
             else:
                 # Closed last: the old daemon goes on when it hears nothing more, and wants its disk back.
                 stack.callback(predecessor.close)
-            dram, hbm = self._open_pools(stack, predecessor)
+            remains = None if predecessor is not None else Remains.find(self.supervisor, settings)
+            if remains is not None:
+                stack.callback(remains.close)
+            dram, hbm = self._open_pools(stack, predecessor or remains)
             if predecessor is not None:
                 await predecessor.freeze()
             disk, recovery = await self._open_disk(stack)
             self.residency = Residency(settings, dram=dram, hbm=hbm, disk=disk)
             stack.push_async_callback(self._end_reopening)
-            warm = [] if predecessor is None else await predecessor.read(self.residency)
+            earlier = predecessor or remains
+            warm = [] if earlier is None else await earlier.read(self.residency)
             taken, kept = self.residency.adopt(warm, recovery)
             if recovery is not None:
                 self.recovered = {"blocks": kept, "dropped": dict(recovery.dropped)}
                 log.info("disk recovered blocks=%d dropped=%s", kept, dict(recovery.dropped))
             self.cache = Cache(settings, self.residency, clock=self.clock)
             stack.push_async_callback(self._end_sessions)
+            if earlier is not None:
+                dropped = sum(len(piece.pages) for piece in warm) + earlier.dropped - taken
+                self.recovered["taken_over"] = {"blocks": taken, "dropped": dropped}
+            del warm
             if predecessor is not None:
                 for withheld in await predecessor.read_withheld():
                     self._withhold(withheld)
-                self.recovered["taken_over"] = {
-                    "blocks": taken,
-                    "dropped": sum(len(piece.pages) for piece in warm) + predecessor.unfit - taken,
-                }
-                del warm
                 await self._succeed(stack, predecessor)
+            if remains is not None:
+                remains.clear_lost(self.residency)
+                self._withhold_all(remains)
+                for space in self.residency.spaces:
+                    self.register_namespace(space.namespace)
+            await self._keep(stack, remains)
             loop = asyncio.get_running_loop()
             dram.start(loop, self._came_online)
             if hbm is not None:
@@ -157,6 +179,7 @@ class Daemon:
             gc.freeze()
             log.info("serving socket=%s dram=%s", self.socket_path, format_bytes(dram.pool.capacity))
             print(f"kvcascade {VERSION} serves on {self.socket_path}", file=sys.stderr, flush=True)
+            self.supervisor.notify("READY=1", f"MAINPID={os.getpid()}")
             await self._stop.wait()
             if self.handover is not None:
                 await self.handover.settle()
@@ -165,18 +188,17 @@ class Daemon:
             else:
                 self.address.leave()
 
-    def _open_pools(self, stack: AsyncExitStack, predecessor: Successor | None) -> tuple[DramTier, HbmTier | None]:
+    def _open_pools(
+        self, stack: AsyncExitStack, earlier: Successor | Remains | None
+    ) -> tuple[DramTier, HbmTier | None]:
         settings = self.settings
         slab = settings.dram.slab
         lock, huge_pages = settings.dram.lock, settings.dram.huge_pages
-        if predecessor is not None:
-            predecessor.check(settings)
+        if earlier is not None:
+            if isinstance(earlier, Successor):
+                earlier.check(settings)
             dram = DramTier(
-                predecessor.capacity,
-                slab_bytes=slab,
-                lock=lock,
-                memory=predecessor.memory(),
-                online=predecessor.online,
+                earlier.capacity, slab_bytes=slab, lock=lock, memory=earlier.memory(), online=earlier.online
             )
         else:
             dram_bytes = bytes_of(settings.dram.capacity, available_memory()[0])
@@ -204,9 +226,45 @@ class Daemon:
             raise
         for writer in late:
             pid, uid, pidfd = processes[writer.token]
-            absent = Absent(writer.token, pid, uid, pidfd, writer)
-            self._lost[writer.token] = absent
-            self._watch(absent)
+            self._await_end(Absent(writer.token, pid, uid, pidfd, [writer]))
+
+    def _await_end(self, absent: Absent) -> None:
+        known = self._lost.get(absent.token)
+        if isinstance(known, Absent):
+            known.writers += absent.writers
+            if absent.pidfd is not None:
+                os.close(absent.pidfd)
+            return
+        self._lost[absent.token] = absent
+        self._watch(absent)
+
+    def _withhold_all(self, remains: Remains) -> None:
+        """After a crash: every process that could write anywhere may be writing into each slot that was reserved."""
+        found, writings = remains.withheld()
+        absents = {one.token: Absent(one.token, one.pid, one.uid, pidfd, []) for one, pidfd in writings}
+        for withheld in found:
+            named = [(token, 0) for token in absents]
+            for writer in self.cache.withhold(withheld.namespace, 1, withheld.engine, named, withheld.slots):
+                absents[writer.token].writers.append(writer)
+        for absent in absents.values():
+            self._await_end(absent)
+
+    async def _keep(self, stack: AsyncExitStack, remains: Remains | None) -> None:
+        """Has the pool and its ledger kept beyond a crash, where the supervisor does that."""
+        self.keeper = None
+        if not self.supervisor.keeps_descriptors:
+            return
+        dram = self.residency.dram
+        ledger = remains.ledger if remains is not None else Ledger(dram.pool.pages, dram.pool.slab_bytes)
+        self.keeper = await stack.enter_async_context(Keeper(self.residency, ledger))
+        if remains is not None:
+            return
+        self.keeper.record_all(self.cache)
+        for process in self._lost.values():
+            self.keeper.entered(process.token, process.pid, process.uid)
+        for name, memory in ((POOL, dram.memory.export()), (LEDGER, ledger.memory.export())):
+            self.supervisor.keep(name, memory)
+            os.close(memory)
 
     async def _succeed(self, stack: AsyncExitStack, predecessor: Successor) -> None:
         """Proves what was taken over, and takes the old daemon's place."""
@@ -219,6 +277,7 @@ class Daemon:
             raise Refused("takeover: told to end before it was done")
         lock, listener = await predecessor.commit()
         self.address = _Address(self.socket_path, lock, listener)
+        self.supervisor.notify(f"MAINPID={os.getpid()}")
         try:
             predecessor.serving()
         except BaseException as error:
@@ -260,6 +319,7 @@ class Daemon:
     async def _drain(self) -> None:
         """Refuses new work, lets what is open end, writes dirty blocks down; forgets what the deadline leaves."""
         self.draining = True
+        self.supervisor.notify("STOPPING=1")
         deadline = time.monotonic() + self.settings.daemon.drain_deadline
         self._listener.stop()
         self.address.listener.close()
@@ -290,6 +350,7 @@ class Daemon:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            self._feed_watchdog()
             if not self._frozen:
                 self.cache.expire()
                 self.send_fences()
@@ -298,7 +359,22 @@ class Daemon:
             if self.handing_over and not self.storing():
                 self._nothing_stored.set()
 
+    def _feed_watchdog(self) -> None:
+        period, now = self.supervisor.watchdog_s, time.monotonic()
+        if period is not None and now >= self._watchdog_due:
+            self._watchdog_due = now + period / 3
+            self.supervisor.notify("WATCHDOG=1")
+
     # ---- sessions
+
+    def writer_entered(self, session: Session) -> None:
+        """Its process may write into slots from now on."""
+        if self.keeper is not None:
+            self.keeper.entered(session.token, session.pid, session.uid)
+
+    def _writer_left(self, token: bytes) -> None:
+        if self.keeper is not None:
+            self.keeper.left(token)
 
     def enter(self, session: Session) -> None:
         """A connection is made. Raises Refused if it may not stay."""
@@ -334,6 +410,7 @@ class Daemon:
             if session.writer is not None:
                 if session.process_is_dead():
                     self.cache.writer_gone(session.writer)
+                    self._writer_left(session.token)
                 else:
                     self.cache.writer_lost(session.writer)
                     self._lost[session.token] = session
@@ -354,6 +431,7 @@ class Daemon:
             self.cache.end_leases(attachment)
         if writer is not None:
             self.cache.writer_gone(writer)
+            self._writer_left(writer.token)
         if attachment.sessions == 0:
             self.cache.end_attachment(attachment)
 
@@ -372,8 +450,9 @@ class Daemon:
 
     def _forget_lost(self, session: Session | Absent) -> None:
         del self._lost[session.token]
-        assert session.writer is not None
-        self.cache.writer_gone(session.writer)
+        for writer in session.writers:
+            self.cache.writer_gone(writer)
+        self._writer_left(session.token)
         self._release_pidfd(session)
         self.send_fences()
 
@@ -661,7 +740,7 @@ def run(settings: Settings, *, takeover: bool = False) -> int:
     """Serves until SIGTERM or SIGINT, or until another daemon has taken over; the exit code."""
 
     async def main() -> None:
-        daemon = Daemon(settings)
+        daemon = Daemon(settings, supervisor=Supervisor())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, daemon.stop)

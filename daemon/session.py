@@ -73,6 +73,11 @@ class Session(asyncio.Protocol):
             protocol.OP_FENCED: self._fenced,
         }
 
+    @property
+    def writers(self) -> list[Writer]:
+        """As what its process writes into slots: at most one."""
+        return [] if self.writer is None else [self.writer]
+
     # ---- the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -270,6 +275,7 @@ class Session(asyncio.Protocol):
             self.rank = take(body, "rank", int, default=0, lo=0)
             self.writer = cache.join(attachment, self.rank)
             self.token = self.writer.token
+            self._daemon.writer_entered(self)
         self.role = role
         self.attachment = attachment
         attachment.sessions += 1

@@ -51,6 +51,7 @@ def describe(daemon: "Daemon") -> dict[str, Any]:
         "index": {"blocks": residency.index.count, "bytes": residency.index.nbytes + residency.index.tokens.nbytes},
         "counters": {**residency.counters, **daemon.counters},
         "recovered": daemon.recovered,
+        "kept": {} if daemon.keeper is None else daemon.keeper.counts(),
     }
 
 

@@ -33,6 +33,10 @@ class DaemonProcess:
         self.flags = {"--socket": str(self.socket), "--dram": "64MiB", "--dram-slab": "4MiB", "--disk": str(self.disk),
                       "--disk-size": "256MiB", **flags}  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
+        # For a supervisor's part: what stands before the command, variables and descriptors beside the usual ones.
+        self.wrapper: list[str] = []
+        self.environment: dict[str, str] = {}
+        self.descriptors: list[int] = []
 
     @property
     def pid(self) -> int:
@@ -45,7 +49,13 @@ class DaemonProcess:
         arguments = [part for name, value in self.flags.items() if value for part in (name, value)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVCASCADE_")}
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen([KVCASCADE, "serve", *arguments], stderr=log, stdout=log, env=environment)
+            self.process = subprocess.Popen(
+                [*self.wrapper, KVCASCADE, "serve", *arguments],
+                stderr=log,
+                stdout=log,
+                env=environment | self.environment,
+                pass_fds=self.descriptors,
+            )
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             if self.process.poll() is not None:

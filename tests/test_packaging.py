@@ -44,7 +44,7 @@ def package_files() -> set[str]:
     found = {
         str(path.relative_to(ROOT))
         for package in PACKAGES
-        for pattern in ("*.py", "py.typed", "*.toml")
+        for pattern in ("*.py", "py.typed", "*.toml", "deploy/*")
         for path in (ROOT / package).rglob(pattern)
     }
     assert {"config/kvcascade.toml", "daemon/py.typed", "tiers/block.py"} <= found

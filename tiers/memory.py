@@ -309,6 +309,10 @@ class SharedMemory(_HostMemory):
         """A new descriptor, for reading and writing; the caller closes it."""
         return os.dup(self._open_fd())
 
+    def disown(self) -> None:
+        """Unmap, and leave the descriptor to the caller."""
+        super().close()
+
     def _open_fd(self) -> int:
         self.array()  # A number that is closed may be another file's by now.
         return self.fd

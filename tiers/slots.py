@@ -44,6 +44,7 @@ class PooledMemory:
         self.generations: Final = Generations(pool.pages)
         self.state = "off"
         self.reason: str | None = None
+        self.freed: Callable[[ArrayLike], None] = lambda pages: None  # called with pages that may be handed on
         # By the faulting thread alone while it runs; the others read whole values.
         self._locked_bytes = 0
         self._lock_reason: str | None = None if lock else "not asked for"
@@ -103,6 +104,7 @@ class PooledMemory:
         """Take slots back from any state but FREE and void what readers know of them; see `SlabPool.free`."""
         self.pool.free(pages)
         self.generations.bump(pages)
+        self.freed(pages)
 
     def export(self) -> tuple[int, int]:
         """New descriptors of the memory and of its generations (for reading alone); the caller closes both."""

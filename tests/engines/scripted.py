@@ -313,6 +313,10 @@ class Side:
         self._load = self._session.load(lease, count, wait_ms=wait_ms)
         return self._load.count
 
+    def pages(self) -> list[int]:
+        """Where the blocks of the last load lie."""
+        return list(self._load.pages.tolist())
+
     def read(self, tokens: list[int]) -> dict[str, list[int]]:
         """Copies what the last load gave, then asks what is intact."""
         with self._session.copying(self._load) as pools:
