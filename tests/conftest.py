@@ -43,10 +43,17 @@ class DaemonProcess:
         assert self.process is not None
         return self.process.pid
 
+    def start_takeover(self) -> None:
+        """Starts one that takes over from the one that runs; the caller keeps the old process and waits for it."""
+        self._start("--takeover")
+
     def start(self, **flags: str) -> None:
         """Starts it and returns when it answers and all its memory is online."""
         self.flags.update({f"--{name.replace('_', '-')}": value for name, value in flags.items()})
-        arguments = [part for name, value in self.flags.items() if value for part in (name, value)]
+        self._start()
+
+    def _start(self, *more: str) -> None:
+        arguments = [*more] + [part for name, value in self.flags.items() if value for part in (name, value)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVCASCADE_")}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -61,7 +68,8 @@ class DaemonProcess:
             if self.process.poll() is not None:
                 break
             try:
-                if all(tier.get("state") != "onlining" for tier in self.status()["tiers"]):
+                status = self.status()
+                if status["pid"] == self.pid and all(tier.get("state") != "onlining" for tier in status["tiers"]):
                     return
             except Exception:
                 pass

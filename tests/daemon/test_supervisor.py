@@ -1,9 +1,11 @@
 """Crashes under a supervisor that keeps descriptors: a small systemd of ours, and the real daemon as its service."""
 
 import os
+import random
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -264,3 +266,53 @@ def test_the_environment_is_read_once_and_leaves_nothing_for_children():
     assert environ == {"HOME": "/"}
     assert (supervisor.kept, supervisor.keeps_descriptors, supervisor.watchdog_s) == ({}, False, None)
     supervisor.notify("READY=1")  # nobody listens: logged, no more
+
+
+def test_a_daemon_that_took_over_is_kept_like_any_other(service, systemd, start_engine):
+    engine = start_engine(service)
+    engine.store(prompt("a", 16))
+    writer = start_engine(service)
+    writer.reserve(prompt("b", 8))
+    writer.begin_copy()
+    old = service.process
+    systemd.adopt(service)
+    service.wrapper, service.descriptors = [], []
+    service.environment = {"NOTIFY_SOCKET": str(systemd.path), "FDSTORE": "8"}
+    service.start_takeover()
+    assert old.wait(20) == 0
+    systemd.wait(f"MAINPID={service.pid}")
+    assert "STOPPING=1" not in systemd.said
+    assert fetched(engine, prompt("a", 16))["tiers"] == [1] * 16
+    engine.store(prompt("c", 8))
+    eventually(lambda: sealed(service, 24))
+    crash(service, systemd)
+    assert fetched(engine, prompt("a", 16))["tiers"] == [1] * 16
+    assert fetched(engine, prompt("c", 8))["tiers"] == [1] * 8
+    # What was withheld by the takeover is withheld still.
+    assert dram(service)["quarantined"] == 8
+    writer.kill()
+    eventually(lambda: dram(service)["quarantined"] == 0)
+
+
+def test_kills_under_load_never_bring_back_a_byte_that_is_not_its_own(start_daemon, systemd, start_engine):
+    daemon = start_daemon(dram="8MiB", dram_slab="1MiB", disk_size="64MiB", leases_reservation="500ms")
+    assert daemon.stop() == 0
+    systemd.adopt(daemon)
+    daemon.start()
+    engines = [start_engine(daemon, timeout=1.0) for _ in range(2)]
+    chance = random.Random(7)
+    warm = 0
+    for round_ in range(5):
+        for number, engine in enumerate(engines):
+            engine.begin("work", 1.0, 24, 24, 10 * round_ + number)
+        time.sleep(chance.uniform(0.2, 0.9))  # the moment is the point
+        crash(daemon, systemd)
+        warm += daemon.status()["recovered"]["taken_over"]["blocks"]
+        told = [engine.result() for engine in engines]
+        assert [one["foreign"] for one in told] == [0, 0]
+        assert daemon.check() == []
+    assert warm > 0
+    for name in range(24):
+        assert fetched(engines[0], prompt(f"prompt {name}", 24))["foreign"] == 0
+    eventually(lambda: _attached(engines[1]))
+    eventually(lambda: dram(daemon)["quarantined"] == 0)

@@ -473,3 +473,64 @@ def test_many_kills_at_random_moments(daemon, start_engine, tmp_path):
                 boot = daemon.status()["boot"]
         eventually(lambda: _attached(engine))
         expect_undisturbed(daemon, engine, prompt("a", 16), boot)
+
+
+def test_takeovers_under_load_lose_nothing_that_was_committed_and_tell_no_lie(start_daemon, start_engine):
+    daemon = start_daemon(dram="8MiB", dram_slab="1MiB", disk_size="64MiB")
+    kept = start_engine(daemon)
+    kept.store(prompt("kept", 8))
+    engines = [start_engine(daemon, timeout=2.0) for _ in range(2)]
+    for round_ in range(3):
+        for number, engine in enumerate(engines):
+            engine.begin("work", 2.0, 24, 24, 10 * round_ + number)
+        assert take_over(daemon) == 0
+        told = [engine.result() for engine in engines]
+        assert [one["foreign"] for one in told] == [0, 0]
+        assert sum(one["stored"] for one in told) > 0
+        assert daemon.check() == []
+        assert fetched(kept, prompt("kept", 8))["loaded"] == 8
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_another_users_process_is_refused_though_it_may_connect(daemon):
+    for path in (daemon.directory, daemon.socket.parent, daemon.socket):
+        path.chmod(0o777)
+    client = Client(daemon.socket, timeout=20)
+    os.seteuid(65534)
+    try:
+        client.connect()
+    finally:
+        os.seteuid(0)
+    try:
+        with pytest.raises(Refused, match="65534"):
+            client.call_with_fds("takeover", {"step": "begin", "format": FORMAT})
+    finally:
+        client.close()
+
+
+def test_a_new_daemon_that_is_told_to_end_before_the_commit_point_leaves_the_old_one_serving(daemon, start_engine):
+    engine = start_engine(daemon)
+    engine.store(prompt("a", 16))
+    boot = daemon.status()["boot"]
+    with successor(daemon, sys.executable, "-P", "-c", KILLED.replace("SIGKILL", "SIGTERM"), "new", "read") as new:
+        assert new.wait(20) == 4
+    eventually(lambda: _status(daemon)["pid"] == daemon.pid)
+    expect_undisturbed(daemon, engine, prompt("a", 16), boot)
+
+
+def test_a_new_daemon_that_stands_still_is_given_up_after_a_while(daemon):
+    # As the one before, but nobody ends it: the old one does not stand still for ever.
+    patience = KILLED.replace("side, step = sys.argv[1:3]", 'side, step = "", ""; handover.FROZEN_S = 0.5')
+    doomed = daemon.process
+    with successor(daemon, sys.executable, "-P", "-c", patience, "", "") as impatient:
+        assert doomed.wait(20) == 0
+        daemon.process = impatient
+        eventually(lambda: _status(daemon)["pid"] == impatient.pid)
+        with asking(daemon) as ask:
+            _, descriptors = ask("begin", format=FORMAT)
+            ask("freeze")
+            assert eventually(lambda: _status(daemon)["pid"]) == impatient.pid
+            with pytest.raises(DaemonUnavailable):
+                ask("commit")
+            for descriptor in descriptors:
+                os.close(descriptor)
