@@ -22,7 +22,7 @@ from kvcascade.config.settings import Settings
 from kvcascade.tiers.block import head_range
 from kvcascade.tiers.namespace import Namespace
 
-from .index import NO_ROW, NO_SLOT, U8, U32, RowState
+from .index import NO_ROW, NO_SLOT, U8, U32, RowState, repeats
 from .lease import MAX_RANKS, Attachment, Entry, Fence, Lease, Reservation, Writer
 from .protocol import POOL_DRAM, POOL_HBM, BlockState, Tier
 from .residency import Residency, Slots, Space
@@ -307,7 +307,7 @@ class Cache:
         if have < len(resident) or have == total or hole is not None:
             return nothing
         fresh = keys[have:]
-        repeated = len(np.unique(fresh[:, 0])) != len(fresh) and len(np.unique(fresh, axis=0)) != len(fresh)
+        repeated = repeats(fresh[:, 0]) and len(np.unique(fresh, axis=0)) != len(fresh)
         if repeated or (found[have:] != NO_ROW).any():
             raise ProtocolError("field 'hashes': they are not one chain of block hashes")
         most = self._settings.leases.quarantine_share.of(self.residency.dram.pool.capacity)
