@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         "commas. Every namespace of the daemon is asked, with its own hashes; the options below narrow that down.\n"
         "Prompts with images, LoRA adapters or cache salts have other hashes and are not found this way.\n\n",
     )
-    lookup.add_argument("ids", nargs="*", metavar="ID", help="token ids")
+    lookup.add_argument("ids", nargs="*", metavar="ID", help="token ids; - for standard input")
     lookup.add_argument("--file", metavar="FILE", help="read the token ids from FILE; - for standard input")
     lookup.add_argument("--text", help="a text instead of token ids; needs --tokenizer")
     lookup.add_argument("--tokenizer", type=Path, metavar="DIR", help="the model's folder, or its .gguf file")
@@ -305,7 +305,7 @@ def _token_ids(arguments: argparse.Namespace) -> list[int]:
         raise ConfigError("give the prompt once: as token ids, by --file, or by --text")
     if given == ["text"]:
         return _tokenize(arguments.text, arguments.tokenizer)
-    if given == ["ids"]:
+    if given == ["ids"] and arguments.ids != ["-"]:
         return _parse_ids(" ".join(arguments.ids))
     try:
         if given == ["file"] and arguments.file != "-":
