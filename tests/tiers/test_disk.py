@@ -32,6 +32,7 @@ from kvcascade.tiers.disk import (
     disproves,
     slot_size,
 )
+from kvcascade.tiers.folder import Folder
 from kvcascade.tiers.journal import RECORD, RECORD_BYTES, Journal
 
 U8 = npt.NDArray[np.uint8]
@@ -700,11 +701,13 @@ async def test_a_million_blocks_are_back_within_seconds(tiers: Tiers) -> None:
     records["hash"] = np.random.default_rng(3).integers(0, 256, (count, 32), dtype=np.uint8)
     records["kind"], records["length"], records["pages"] = 1, 4096, 2
     records["index"] = np.arange(count)
-    journal = Journal(tiers.directory, identity)
+    folder = Folder(tiers.directory)
+    journal = Journal(folder, identity)
     journal.replay()
     for part in np.split(records, 10):
         journal.append(bytearray(part.tobytes()))
     journal.close()
+    folder.close()
     os.truncate(slab(tiers.directory, 4096), count * slot_size(4096))
     began = time.process_time()
     recovery = await tiers.open(capacity=2 * count * slot_size(4096))
@@ -805,8 +808,8 @@ async def test_what_dead_writers_left_is_swept(tiers: Tiers) -> None:
 async def test_a_full_file_system_is_a_reason_and_a_state_that_passes(tiers: Tiers, small_disk: Path) -> None:
     # A1
     ballast = small_disk / "ballast"
-    ballast.write_bytes(bytes(5 * MIB))
     await tiers.open(capacity=64 * MIB, directory=small_disk / "disk")
+    ballast.write_bytes(bytes(5 * MIB))
     tier = tiers.tier
     assert tier is not None
     kept = await store(tier, range(4), 256 * KIB)
