@@ -4,6 +4,7 @@ The rule: a directory that is not plainly ours, of our version and free is refus
 `disk.directory`, before anything in it is touched.
 """
 
+import errno
 import fcntl
 import mmap
 import os
@@ -135,15 +136,27 @@ def open_folder(directory: Path, folder: Callable[[Path], Folder] = Folder) -> F
     try:
         return folder(directory)
     except OSError as error:
+        if not _is_refusal(error):
+            raise
         raise ConfigError(f"disk.directory {directory} cannot be opened: {error.strerror}") from error
 
 
+def _is_refusal(error: OSError) -> bool:
+    """Whether the operator can help, rather than the device be waited for."""
+    return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.ENOLCK)
+
+
 def lock(folder: Folder) -> int:
-    """Take the directory's lock, whose owner is this process until the descriptor is closed."""
+    """Take the directory's lock, whose owner is this process until the descriptor is closed.
+
+    Raises ConfigError, and OSError when it is the device that fails.
+    """
     directory = folder.path
     try:
         fd = folder.open("lock", os.O_RDWR | os.O_CREAT)
     except OSError as error:
+        if not _is_refusal(error):
+            raise
         raise ConfigError(f"disk.directory {directory} is not writable: {error.strerror}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -157,6 +170,8 @@ def lock(folder: Folder) -> int:
         ) from error
     except OSError as error:
         os.close(fd)
+        if not _is_refusal(error):
+            raise
         raise ConfigError(f"disk.directory {directory} cannot be locked: {error.strerror}") from error
     return fd
 
@@ -164,7 +179,8 @@ def lock(folder: Folder) -> int:
 def read_format(folder: Folder, *, create: bool) -> bytes:
     """The id of a directory of our format; an empty one becomes such a directory if `create`.
 
-    Raises OldFormat for one that an earlier version wrote.
+    Raises OldFormat for one that an earlier version wrote, ConfigError for what is not ours, and OSError when it is the
+    device that fails.
     """
     directory = folder.path
     try:
@@ -180,6 +196,8 @@ def read_format(folder: Folder, *, create: bool) -> bytes:
         write_durably(folder, "format", f"kvcascade disk {FORMAT_VERSION}\npage {PAGE}\nid {identity.hex()}\n".encode())
         return identity
     except OSError as error:
+        if not _is_refusal(error):
+            raise
         raise ConfigError(f"disk.directory {directory}: 'format' cannot be read: {error.strerror}") from error
     lines = text.splitlines()
     if len(lines) != 3 or not lines[0].startswith("kvcascade disk "):
@@ -285,22 +303,21 @@ def check_directory(
     directory = Path(path)
     if not directory.is_dir():
         raise ConfigError(f"disk.directory {directory} is not a directory")
-    folder = open_folder(directory)
     try:
-        if "format" not in folder.names():
-            read_format(folder, create=False)
-        held = lock(folder)
+        folder = open_folder(directory)
         try:
-            identity = read_format(folder, create=False)
-            journal = Journal(folder, identity)
+            if "format" not in folder.names():
+                read_format(folder, create=False)
+            held = lock(folder)
             try:
+                journal = Journal(folder, read_format(folder, create=False))
                 return _examine(folder, journal, deep, repair, progress)
-            except OSError as error:
-                raise TierUnavailable(f"disk.directory {directory}: {error.strerror or error}") from error
+            finally:
+                os.close(held)
         finally:
-            os.close(held)
-    finally:
-        folder.close()
+            folder.close()
+    except OSError as error:
+        raise TierUnavailable(f"disk.directory {directory}: {error.strerror or error}") from error
 
 
 def _examine(

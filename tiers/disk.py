@@ -281,7 +281,10 @@ class DiskTier:
         if self._lock_fd is not None or self._closed:
             raise RuntimeError("a DiskTier is opened once")
         make_directory(self.directory)
-        self._folder = open_folder(self.directory, self._open_folder)
+        try:
+            self._folder = open_folder(self.directory, self._open_folder)
+        except OSError as error:
+            raise TierUnavailable(f"disk.directory {self.directory}: {error.strerror or error}") from error
         self._journal = Journal(self._folder, b"")
         self._opened = True
         try:
@@ -336,7 +339,7 @@ class DiskTier:
                 # Nothing in it is known any more: its space is worth more than its name.
                 self._folder.unlink(file.name)
                 continue
-            file.fd = self._folder.open(file.name, self._open_flags())
+            file.fd = self._open_file(self._folder, file.name)
             index = records["index"][rows]
             sparse = self._folder.fstat(file.fd).st_blocks * 512 < size // slot_bytes * slot_bytes
             file.restore(index, size // slot_bytes, sparse)
@@ -356,8 +359,20 @@ class DiskTier:
             seconds=time.monotonic() - began,
         )
 
-    def _open_flags(self) -> int:
-        return os.O_RDWR | (os.O_DIRECT if self._mode == DIRECT else 0)
+    def _open_file(self, folder: Folder, name: str, flags: int = 0) -> int:
+        """Open a file for reading and writing, for direct IO if that is to be had."""
+        if self._mode == DIRECT:
+            try:
+                return folder.open(name, os.O_RDWR | os.O_DIRECT | flags)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._give_up_direct()
+        return folder.open(name, os.O_RDWR | flags)
+
+    def _give_up_direct(self) -> None:
+        self._mode = "buffered: direct IO gave EINVAL"
+        _log.warning("direct IO given up reason=EINVAL directory=%s", self.directory)
 
     # -- space: the loop's thread, no IO
 
@@ -618,8 +633,7 @@ class DiskTier:
         direct = self._mode == DIRECT
         reasons = move(self._folder, fd, first * file.slot_bytes, jobs, direct, self._thread_scratch())
         if direct and "EINVAL" in reasons:
-            self._mode = "buffered: direct IO gave EINVAL"
-            _log.warning("direct IO given up reason=EINVAL directory=%s", self.directory)
+            self._give_up_direct()
         if "EINVAL" in reasons:
             with contextlib.suppress(OSError):
                 self._folder.go_buffered(fd)
@@ -704,7 +718,7 @@ class DiskTier:
         size = file.slot_bytes
         try:
             if file.fd is None:
-                file.fd = self._folder.open(file.name, self._open_flags() | os.O_CREAT)
+                file.fd = self._open_file(self._folder, file.name, os.O_CREAT)
                 self._folder.sync()
             self._punch(punches)
             for first, count in needs:
@@ -943,7 +957,7 @@ class DiskTier:
     def _saw(self, seen: _Seen) -> None:
         if seen.away != self._away:
             _log.warning("disk directory=%s %s", self.directory, seen.away or "is back")
-            self.counters["vanished"] += seen.away is not None
+            self.counters["vanished"] += self._away is None
             self._away = seen.away
         if seen.away is not None:
             return
@@ -982,7 +996,7 @@ class DiskTier:
 
     def _try_write(self) -> None:
         folder, page = self._folder, self._thread_scratch().headers[0]
-        fd = folder.open("probe.tmp", self._open_flags() | os.O_CREAT)
+        fd = self._open_file(folder, "probe.tmp", os.O_CREAT)
         try:
             if folder.write(fd, [page], 0) != PAGE:
                 raise OSError(errno.EIO, "short write")
@@ -1004,7 +1018,7 @@ class DiskTier:
         """In the watching thread, no call under way: take the directory again if it is ours, files and lock."""
         try:
             folder = open_folder(self.directory, self._open_folder)
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             return _Seen(away=str(error))
         kept = False
         try:
@@ -1022,7 +1036,7 @@ class DiskTier:
                     with contextlib.suppress(OSError):
                         before.close_file(file.fd)
                     file.fd = None
-                fd = folder.open(file.name, self._open_flags()) if file.name in names else None
+                fd = self._open_file(folder, file.name) if file.name in names else None
                 file.reopened(fd, folder.fstat(fd).st_size // file.slot_bytes if fd is not None else 0)
             self._journal.rebind(folder)
             before.close()
