@@ -30,7 +30,8 @@ class Life:
 
     def __init__(self, directory: Path, prefix: str, *rules: str) -> None:
         arguments = [sys.executable, disk_writer.__file__, str(directory), prefix, *rules]
-        environment = {**os.environ, "PYTHONPATH": str(Path(disk_writer.__file__).parents[1])}
+        path = [str(Path(disk_writer.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
         self._child = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
         self.durable: set[str] = set()
         self.announced: set[str] = set()
