@@ -27,8 +27,10 @@ from kvcascade.config import VERSION
 from kvcascade.config.errors import ConfigError, Refused
 from kvcascade.config.settings import Settings, bytes_of, format_bytes
 from kvcascade.tiers.block import CRYPTOGRAPHIC, default_seed, hash_self_test, none_hash
-from kvcascade.tiers.disk import DiskTier
+from kvcascade.tiers.disk import DiskTier, Recovery
 from kvcascade.tiers.dram import DramTier
+from kvcascade.tiers.drives import Drives
+from kvcascade.tiers.folder import Folder
 from kvcascade.tiers.hbm import HbmTier
 from kvcascade.tiers.memory import available_memory, require_memory
 from kvcascade.tiers.namespace import Namespace
@@ -50,10 +52,19 @@ TICK_S = 0.05  # how late a lease may end
 class Daemon:
     """All parts of a running daemon. `serve` runs it; everything else is for sessions, on the loop's thread."""
 
-    def __init__(self, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        folder: Callable[[Path], Folder] = Folder,
+    ) -> None:
+        """`folder`: how the disk tier reaches its directories; tests put faults there."""
         hash_self_test()
         self.settings = settings
         self.clock = clock
+        self._folder = folder
+        self.hung = False  # a device has not answered by the end: its threads never will
         self.boot = secrets.token_bytes(16)
         self.started = time.time()
         self.socket_path = settings.daemon.socket or protocol.default_socket_path()
@@ -99,11 +110,20 @@ class Daemon:
                 hbm = HbmTier(settings.hbm.device, settings.hbm.capacity, slab_bytes=slab, setting="hbm.capacity")
                 stack.callback(hbm.close)
             disk, recovery = await self._open_disk(stack)
-            self.residency = Residency(settings, dram=dram, hbm=hbm, disk=disk)
+            self.residency = residency = Residency(settings, dram=dram, hbm=hbm, disk=disk)
             if disk is not None and recovery is not None:
                 kept = self.residency.recover(recovery)
-                self.recovered = {"blocks": kept, "dropped": dict(recovery.dropped)}
-                log.info("disk recovered blocks=%d dropped=%s", kept, dict(recovery.dropped))
+                dropped = dict(recovery.dropped)
+                counted = (
+                    (
+                        "recovery_unreachable_blocks",
+                        "without its prefix, or of an unknown namespace",
+                    ),
+                    ("disk_trimmed_blocks", "beyond the limit"),
+                )
+                dropped |= {why: residency.counters[name] for name, why in counted if residency.counters[name]}
+                self.recovered = {"blocks": kept, "dropped": dropped, "seconds": recovery.seconds}
+                log.info("disk recovered blocks=%d seconds=%.2f dropped=%s", kept, recovery.seconds, dropped)
             self.cache = Cache(settings, self.residency, clock=self.clock)
             loop = asyncio.get_running_loop()
             dram.start(loop, self._came_online)
@@ -129,15 +149,33 @@ class Daemon:
             log.info("dram %s", progress)
         self.residency.grew()
 
-    async def _open_disk(self, stack: AsyncExitStack) -> tuple[DiskTier | None, Any]:
+    async def _open_disk(self, stack: AsyncExitStack) -> tuple[Drives | None, Recovery | None]:
         settings = self.settings.disk
-        if settings.directory is None:
+        if not settings.directory:
             return None, None
-        whole = _file_system_bytes(settings.directory)
-        disk = DiskTier(settings.directory, bytes_of(settings.capacity, whole), threads=settings.threads)
+        drives = []
+        for directory in settings.directory:
+            whole = _file_system_bytes(directory)
+            drives.append(
+                DiskTier(
+                    directory,
+                    bytes_of(settings.capacity, whole),
+                    reserve=bytes_of(settings.reserve, whole),
+                    threads=settings.threads,
+                    discard_old=settings.old_format == "discard",
+                    folder=self._folder,
+                )
+            )
+        disk = Drives(drives)
+        log.info("opening disk directories=%s", ",".join(map(str, settings.directory)))
         recovery = await asyncio.get_running_loop().run_in_executor(None, disk.open)
-        stack.push_async_callback(disk.close, max(1.0, self.settings.daemon.drain_deadline))
+        stack.push_async_callback(self._close_disk, disk)
         return disk, recovery
+
+    async def _close_disk(self, disk: Drives) -> None:
+        if not await disk.close(max(1.0, self.settings.daemon.drain_deadline)):
+            self.hung = True
+            log.error("a drive does not answer; ending without it reason=%s", disk.reason)
 
     def stop(self) -> None:
         """Begins the orderly end; from a signal handler."""
@@ -388,15 +426,20 @@ def _file_system_bytes(directory: Path) -> int:
     return stat.f_blocks * stat.f_frsize
 
 
-def run(settings: Settings) -> int:
+def run(settings: Settings, folder: Callable[[Path], Folder] = Folder) -> int:
     """Serves until SIGTERM or SIGINT; the exit code."""
 
     async def main() -> None:
-        daemon = Daemon(settings)
+        daemon = Daemon(settings, folder=folder)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, daemon.stop)
         await daemon.serve()
+        if daemon.hung:
+            # Tasks that wait for the device cannot be cancelled, since it may still write to their memory.
+            logging.shutdown()
+            sys.stderr.flush()
+            os._exit(0)
 
     # Disk and copy threads hold the GIL for moments only; the loop must not wait 5 ms for its turn (measured: a p99 of
     # 9 ms became 33 us).

@@ -5,6 +5,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvcascade.config import VERSION
+from kvcascade.config.settings import format_bytes
+from kvcascade.tiers.disk import slot_size
 from kvcascade.tiers.slots import PooledMemory
 
 from .protocol import Tier
@@ -112,10 +114,17 @@ def _namespaces(daemon: "Daemon") -> list[dict[str, Any]]:
         blocks = residency.blocks_of(space)
         one = namespaces.setdefault(
             space.fingerprint,
-            {"fingerprint": space.fingerprint.hex(), "fields": space.namespace.to_map(), "blocks": 0, "bytes": 0},
+            {
+                "fingerprint": space.fingerprint.hex(),
+                "fields": space.namespace.to_map(),
+                **dict.fromkeys(("blocks", "bytes", "disk_blocks", "disk_bytes"), 0),
+            },
         )
         one["blocks"] += blocks
         one["bytes"] += blocks * space.block_bytes
+        on_disk = residency.on_disk_of(space)
+        one["disk_blocks"] += on_disk
+        one["disk_bytes"] += on_disk * slot_size(space.slot_bytes)
     return list(namespaces.values())
 
 
@@ -124,6 +133,12 @@ def _problems(daemon: "Daemon", tiers: list[dict[str, Any]]) -> list[str]:
     for tier in tiers:
         if tier["state"] == "sick":
             problems.append(f"tier {tier['name']} is sick: {tier['reason']}")
+        for drive in tier.get("drives", ()):
+            if drive["limit"] < drive["capacity"]:
+                problems.append(
+                    f"disk.capacity {format_bytes(drive['capacity'])} is more than {drive['directory']} can give: "
+                    f"its file system leaves {format_bytes(drive['limit'])} above disk.reserve"
+                )
     if daemon.draining:
         problems.append("the daemon is ending")
     cache = daemon.cache

@@ -107,9 +107,9 @@ _STALLED_SECONDS: Final = 10.0
 _MOST_SUSPECTS: Final = 10_000
 
 # A slot number is an extent and a place in it; extents are dealt to slab files as they grow.
-_EXTENT_BITS: Final = 16
-_EXTENT_SLOTS: Final = 1 << _EXTENT_BITS
-_EXTENTS: Final = _EXTENT_SLOTS - 1  # the last is left out, so that no slot is NO_SLOT
+EXTENT_BITS: Final = 16
+_EXTENT_SLOTS: Final = 1 << EXTENT_BITS
+EXTENTS: Final = _EXTENT_SLOTS - 1  # the last is left out, so that no slot is NO_SLOT
 
 _log = logging.getLogger(__name__)
 
@@ -245,8 +245,8 @@ class DiskTier:
         self._files: dict[int, SlabFile] = {}
         self._by_id: list[SlabFile] = []
         self._extents: dict[int, U32] = {}  # by slot size: the extents of its file, in the order of the file
-        self._extent_file = np.zeros(_EXTENTS, dtype=np.uint32)
-        self._extent_base = np.zeros(_EXTENTS, dtype=np.uint32)
+        self._extent_file = np.zeros(EXTENTS, dtype=np.uint32)
+        self._extent_base = np.zeros(EXTENTS, dtype=np.uint32)
         self._extent_count = 0
         self._namespaces: dict[bytes, bytes] = {}
         self._queue: list[_Commit] = []
@@ -302,10 +302,10 @@ class DiskTier:
             self._journal.forget_namespaces({fingerprint for fingerprint, _ in recovery.namespaces})
             self._set_limit(self._folder.space().available)
         except OSError as error:
-            self._release()
+            self.abandon()
             raise TierUnavailable(f"disk.directory {self.directory}: {error.strerror or error}") from error
         except BaseException:
-            self._release()
+            self.abandon()
             raise
         self._workers = Workers("kvcascade-disk", self._thread_count, self._clock)
         self._syncer = Workers("kvcascade-disk-sync", 1, self._clock)
@@ -316,6 +316,19 @@ class DiskTier:
             "seconds": round(recovery.seconds, 3),
         }
         return recovery
+
+    def abandon(self) -> None:
+        """Undo `open`, before anything else was done; it may be tried again."""
+        for workers in (self._workers, self._syncer, self._watcher):
+            if workers is not None:
+                workers.dismiss()
+        self._workers = self._syncer = self._watcher = None
+        self._release()
+        self._files.clear()
+        self._by_id.clear()
+        self._extents.clear()
+        self._extent_count = 0
+        self._namespaces.clear()
 
     def _take_format(self) -> tuple[bytes, dict[str, int]]:
         """The directory's id, and what was cleaned away of an earlier version's."""
@@ -455,22 +468,22 @@ class DiskTier:
         if not len(indices):
             return np.empty(0, dtype=np.uint32)
         extents = self._extents[file.slot_bytes]
-        missing = (int(indices.max()) >> _EXTENT_BITS) + 1 - len(extents)
+        missing = (int(indices.max()) >> EXTENT_BITS) + 1 - len(extents)
         if missing > 0:
             fresh = np.arange(self._extent_count, self._extent_count + missing, dtype=np.uint32)
-            assert self._extent_count + missing <= _EXTENTS, "out of slot numbers: over 4 * 10^9 slots"
+            assert self._extent_count + missing <= EXTENTS, "out of slot numbers: over 4 * 10^9 slots"
             self._extent_file[fresh] = self._by_id.index(file)
-            self._extent_base[fresh] = np.arange(len(extents), len(extents) + missing, dtype=np.uint32) << _EXTENT_BITS
+            self._extent_base[fresh] = np.arange(len(extents), len(extents) + missing, dtype=np.uint32) << EXTENT_BITS
             self._extent_count += missing
             self._extents[file.slot_bytes] = extents = np.concatenate([extents, fresh])
-        slots: U32 = extents[indices >> np.uint32(_EXTENT_BITS)] << np.uint32(_EXTENT_BITS)
+        slots: U32 = extents[indices >> np.uint32(EXTENT_BITS)] << np.uint32(EXTENT_BITS)
         slots |= indices & np.uint32(_EXTENT_SLOTS - 1)
         return slots
 
     def _decode(self, slots: U32 | Sequence[int]) -> list[_Placed]:
         """Where slots lie: by file, in the order of the file."""
         numbers = np.asarray(slots, dtype=np.uint32)
-        extents = numbers >> np.uint32(_EXTENT_BITS)
+        extents = numbers >> np.uint32(EXTENT_BITS)
         if len(extents) and int(extents.max()) >= self._extent_count:
             raise ValueError("slot not of this tier")
         owners = self._extent_file[extents]

@@ -88,12 +88,16 @@ class Workers:
         began = list(self._began.values())
         return max(0.0, self._clock() - min(began)) if began else 0.0
 
+    def dismiss(self) -> None:
+        """End the threads after what is queued; waits for nothing."""
+        self.stopping = True
+        for _ in self._threads:
+            self._queue.put(None)
+
     async def stop(self, timeout: float) -> bool:
         """End the threads after what is queued; False when one is still busy after `timeout` seconds."""
         if not self.stopping:
-            self.stopping = True
-            for _ in self._threads:
-                self._queue.put(None)
+            self.dismiss()
         ended = [asyncio.wrap_future(future) for future in self._ended.values()]
         _, busy = await asyncio.wait(ended, timeout=max(0.0, timeout))
         if busy:
