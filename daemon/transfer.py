@@ -125,6 +125,7 @@ class Transfer:
     async def _demote_in_time(self, plan: Demotion) -> bool:
         """Copies a batch down; whether anything arrived within ANSWER_S. What is late goes on, and reports itself."""
         parts = self._begin(plan)
+        self._work.set()  # there may be more, for the next cleaner
         done, late = await asyncio.wait(parts, timeout=ANSWER_S)
         if late:
             log.error("batches are late count=%d", len(late))

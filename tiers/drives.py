@@ -227,8 +227,8 @@ class Drives:
     def allocate(self, length: int, count: int, near: int = NOWHERE) -> U32:
         """Slots for up to `count` blocks of `length` bytes, on one drive if one has room for all.
 
-        That is the drive of the slot `near`, where given; else the one with the fewest calls under way, and of these
-        the emptiest. Fewer come back when all limits are reached or drives are left alone.
+        That is the drive of the slot `near`, where given and not behind with its work; else the one with the fewest
+        calls under way, and of these the emptiest. Fewer come back when all limits are reached or drives are left alone.
         """
         left, parts = count, [np.empty(0, dtype=np.uint32)]
         for number, drive in self._in_order(length, count, near):
@@ -245,10 +245,14 @@ class Drives:
             return candidates
         wanted = int(self._drive_of[near >> EXTENT_BITS]) if near != NOWHERE else -1
 
-        def rank(candidate: tuple[int, DiskTier]) -> tuple[bool, bool, int, float]:
+        least = min(drive.pending for _, drive in candidates)
+
+        def rank(candidate: tuple[int, DiskTier]) -> tuple[bool, bool, bool, int, float]:
             number, drive = candidate
-            fits = drive.room(length) >= count
-            return not fits, number != wanted, drive.pending, drive.used / max(1, drive.limit)
+            full = drive.room(length) < count
+            # One that does not get on with its work must not attract more by what it holds.
+            behind = drive.pending > least + 1
+            return full, behind, number != wanted, drive.pending, drive.used / max(1, drive.limit)
 
         return sorted(candidates, key=rank)
 
