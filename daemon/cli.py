@@ -144,6 +144,11 @@ def _parser() -> argparse.ArgumentParser:
     check = command("check", _check, "Prove the invariants of the running daemon, or of a disk directory at rest.")
     check.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="a disk tier that no daemon has open")
     check.add_argument("--deep", action="store_true", help="with DIR: also read every block and compare its checksum")
+    check.add_argument(
+        "--repair",
+        action="store_true",
+        help="with DIR: forget what proves false, take back what has lost its record, remove what is left over",
+    )
     check.add_argument("--json", action="store_true", help="for programs")
     _add_socket_flags(check)
 
@@ -250,9 +255,10 @@ def _lookup(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     if arguments.directory is not None:
-        report = _check_directory(arguments.directory, arguments.deep)
-    elif arguments.deep:
-        raise ConfigError("--deep reads a disk tier at rest: name its directory, with no daemon running on it")
+        report = _check_directory(arguments.directory, arguments.deep, arguments.repair)
+    elif arguments.deep or arguments.repair:
+        flag = "--repair" if arguments.repair else "--deep"
+        raise ConfigError(f"{flag} is for a disk tier at rest: name its directory, with no daemon running on it")
     else:
         with _daemon(arguments) as daemon:
             report = daemon.call("check", timeout=CHECK_TIMEOUT)
@@ -260,13 +266,18 @@ def _check(arguments: argparse.Namespace) -> int:
     return EXIT_PROBLEM if report["violations"] else EXIT_OK
 
 
-def _check_directory(directory: Path, deep: bool) -> dict[str, Any]:
+def _check_directory(directory: Path, deep: bool, repair: bool) -> dict[str, Any]:
     from kvcascade.tiers.directory import check_directory
 
     def progress(done: int, total: int) -> None:
         print(f"\r{done} of {total} blocks", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
-    found = check_directory(directory, deep=deep, progress=progress if sys.stderr.isatty() else None)
+    told = progress if sys.stderr.isatty() else None
+    found = check_directory(directory, deep=deep, repair=repair, progress=told)
+    repaired = found.repaired
+    if repaired:
+        # What is left is what counts. Payloads were read the first time, and a repair moves none.
+        found = check_directory(directory, deep=False, progress=told)
     violations = [f"{count} blocks are damaged: {reason}" for reason, count in found.damaged.items()]
     if not found.ok:
         violations += [f"{count} records were lost: {reason}" for reason, count in found.dropped.items()]
@@ -278,6 +289,7 @@ def _check_directory(directory: Path, deep: bool) -> dict[str, Any]:
         "verified": found.verified,
         "namespaces": len(found.namespaces),
         "dropped": found.dropped,
+        "repaired": repaired,
     }
 
 
