@@ -219,8 +219,11 @@ class Transfer:
         while True:
             await asyncio.sleep(WATCH_S)
             was_writable = disk.writable
-            await disk.watch(drive)
-            self._residency.trim_disk()
+            try:
+                await disk.watch(drive)
+                self._residency.trim_disk()
+            except Exception:
+                log.exception("watching failed drive=%d", drive)
             if disk.writable and not was_writable:
                 self._residency.wake()
 

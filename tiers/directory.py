@@ -253,14 +253,6 @@ def probe_direct(folder: Folder) -> str:
     return DIRECT
 
 
-def default_capacity(directory: Path, share: float = 0.5) -> int:
-    """Limit where the operator named none: a share of what the file system has left or this directory already uses."""
-    existing = next(parent for parent in (directory, *directory.absolute().parents) if parent.exists())
-    figures = os.statvfs(existing)
-    ours = sum(path.stat().st_blocks * 512 for path in directory.glob("slab-*.dat"))
-    return int((figures.f_bavail * figures.f_frsize + ours) * share) // PAGE * PAGE
-
-
 # -- offline
 
 

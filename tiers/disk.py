@@ -42,7 +42,6 @@ from .directory import (
     DirectoryReport,
     OldFormat,
     check_directory,
-    default_capacity,
     discard_content,
     locate,
     lock,
@@ -84,7 +83,6 @@ __all__ = [
     "Recovery",
     "WriteJob",
     "check_directory",
-    "default_capacity",
     "disproves",
     "slot_size",
 ]

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Final
 
 import numpy as np
@@ -28,6 +28,8 @@ Bools = npt.NDArray[np.bool_]
 
 NOWHERE: Final = 0xFFFFFFFF  # no slot has this number
 _IN_EXTENT: Final = np.uint32((1 << EXTENT_BITS) - 1)
+# A million records take a second.
+OPEN_SECONDS: Final = 120.0
 _RETRY_FIRST: Final = 1.0
 _RETRY_MOST: Final = 60.0
 
@@ -43,9 +45,16 @@ class Drives:
     wants a task of its own that calls `watch` on its number every second or so.
     """
 
-    def __init__(self, drives: Sequence[DiskTier], *, clock: Callable[[], float] = time.monotonic) -> None:
-        """At least one drive, none opened yet."""
+    def __init__(
+        self,
+        drives: Sequence[DiskTier],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        patience: float = OPEN_SECONDS,
+    ) -> None:
+        """At least one drive, none opened yet. `patience`: seconds after which `open` leaves out one that hangs."""
         assert drives
+        self._patience = patience
         # The loop's thread alone, once `open` has returned.
         self._drives = list(drives)
         self._clock = clock
@@ -53,6 +62,7 @@ class Drives:
         self._retry_at: dict[int, float] = {}
         self._pause: dict[int, float] = {}
         self._openers: dict[int, Workers] = {}
+        self._late: dict[int, Future[Recovery]] = {}  # opens that `open` did not wait for
         self._namespaces: dict[bytes, bytes] = {}
         self._closed = False
         # Extents, the upper half of a slot's number, are dealt to drives as these deal them to their files.
@@ -74,17 +84,25 @@ class Drives:
         """
         self._refuse_twins()
         began = time.monotonic()
-        results = _all_at_once([drive.open for drive in self._drives])
+        opening = _all_at_once([drive.open for drive in self._drives])
+        wait(opening, self._patience)
         recoveries: list[tuple[int, Recovery]] = []
         errors: list[BaseException] = []
-        for number, result in enumerate(results):
-            if isinstance(result, Recovery):
-                recoveries.append((number, result))
-            elif isinstance(result, TierUnavailable):
-                self._leave_out(number, result)
-                errors.append(result)
+        for number, (drive, future) in enumerate(zip(self._drives, opening, strict=True)):
+            if not future.done():
+                error: BaseException | None = TierUnavailable(
+                    f"disk.directory {drive.directory}: no answer from the device for {self._patience:g} s"
+                )
+                self._late[number] = future
             else:
-                errors.insert(0, result)
+                error = future.exception()
+            if error is None:
+                recoveries.append((number, future.result()))
+            elif isinstance(error, TierUnavailable):
+                self._leave_out(number, error)
+                errors.append(error)
+            else:
+                errors.insert(0, error)
         if errors and (not recoveries or not isinstance(errors[0], TierUnavailable)):
             for number, _ in recoveries:
                 self._drives[number].abandon()
@@ -228,7 +246,7 @@ class Drives:
         """Slots for up to `count` blocks of `length` bytes, on one drive if one has room for all.
 
         That is the drive of the slot `near`, where given and not behind with its work; else the one with the fewest
-        calls under way, and of these the emptiest. Fewer come back when all limits are reached or drives are left alone.
+        calls under way, and of these the emptiest. Fewer come back when limits are reached or drives are left alone.
         """
         left, parts = count, [np.empty(0, dtype=np.uint32)]
         for number, drive in self._in_order(length, count, near):
@@ -354,6 +372,13 @@ class Drives:
             return
         if self._closed or self._clock() < self._retry_at[number]:
             return
+        late = self._late.get(number)
+        if late is not None:
+            if not late.done():
+                return
+            del self._late[number]
+            if late.exception() is None:
+                drive.abandon()
         opener = self._openers.get(number)
         if opener is None:
             opener = self._openers[number] = Workers("kvcascade-disk-open", 1, self._clock)
@@ -416,9 +441,14 @@ class Drives:
     async def close(self, deadline: float = 10.0) -> bool:
         """Close all drives at the same time (see DiskTier); False if one took longer than `deadline` seconds."""
         self._closed = True
-        closed = await asyncio.gather(*(drive.close(deadline) for drive in self._drives))
+        there = [drive for number, drive in enumerate(self._drives) if number not in self._out]
+        closed = await asyncio.gather(*(drive.close(deadline) for drive in there))
+        for number, late in self._late.items():
+            if late.done() and late.exception() is None:
+                self._drives[number].abandon()
+        answered = all(late.done() for late in self._late.values())
         stopped = [await opener.stop(0.0) for opener in self._openers.values()]
-        return all(closed) and all(stopped)
+        return all(closed) and all(stopped) and answered
 
 
 async def _together(count: int, calls: list[tuple[npt.NDArray[np.intp], Any]]) -> list[str | None]:
@@ -443,8 +473,8 @@ async def _together(count: int, calls: list[tuple[npt.NDArray[np.intp], Any]]) -
     return reasons
 
 
-def _all_at_once(calls: Sequence[Callable[[], Recovery]]) -> list[Recovery | BaseException]:
-    """Each call in a thread of its own; results or errors, in their order."""
+def _all_at_once(calls: Sequence[Callable[[], Recovery]]) -> list[Future[Recovery]]:
+    """Begin each call in a thread of its own, which does not keep the process."""
     futures: list[Future[Recovery]] = [Future() for _ in calls]
 
     def run(call: Callable[[], Recovery], future: Future[Recovery]) -> None:
@@ -459,9 +489,7 @@ def _all_at_once(calls: Sequence[Callable[[], Recovery]]) -> list[Recovery | Bas
     ]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
-    return [future.exception() or future.result() for future in futures]
+    return futures
 
 
 __all__ = ["NOWHERE", "Drives", "slot_size"]

@@ -35,7 +35,6 @@ from kvcascade.tiers.disk import (
     ReadJob,
     WriteJob,
     check_directory,
-    default_capacity,
     disproves,
     slot_size,
 )
@@ -248,12 +247,6 @@ async def test_usage_is_right_after_a_restart_and_the_limit_still_holds(tiers: T
     assert tier.used <= capacity
     assert len(got) == capacity // slot_size(length) - count
     assert not set(got.tolist()) & set(recovery.slot.tolist())
-
-
-def test_a_limit_is_a_share_of_the_file_system_by_default(tmp_path: Path) -> None:
-    free = os.statvfs(tmp_path)
-    limit = default_capacity(tmp_path / "not" / "there", 0.5)
-    assert 0.3 * free.f_bavail * free.f_frsize < limit <= 0.6 * free.f_bavail * free.f_frsize
 
 
 # -- doubt is a miss

@@ -25,6 +25,7 @@ class Array:
         self.paths = [root / f"drive {number}" for number in range(count)]
         self.faults = [Faults() for _ in self.paths]
         self.clock = FakeClock()
+        self.patience = 60.0
         self.drives: Drives | None = None
 
     async def open(self, capacities: Sequence[int] = (), **options: Any) -> Recovery:
@@ -36,6 +37,7 @@ class Array:
                 for path, size, faults in zip(self.paths, sizes, self.faults, strict=True)
             ],
             clock=self.clock,
+            patience=self.patience,
         )
         recovery = await asyncio.to_thread(drives.open)
         drives.register_namespace(NS, b"what NS means")
@@ -215,6 +217,30 @@ async def test_a_drive_that_cannot_be_opened_is_tried_again_and_joins_empty(arra
     placed = {drive_of(drives, (await put(drives, [f"after {batch} {i}" for i in range(4)]))[0]) for batch in range(3)}
     assert 1 in placed
     assert len(await array.open()) == 9 + 12
+
+
+async def test_a_drive_that_hangs_at_the_start_is_left_out(array: Array) -> None:
+    await array.open()
+    assert array.drives is not None
+    for batch in range(3):
+        await put(array.drives, [f"{batch} {i}" for i in range(4)])
+    await array.close()
+    array.faults[2].add("names", "*", "hang")
+    array.patience = 0.5
+    recovery = await array.open()
+    drives = array.drives
+    assert len(recovery) == 8
+    assert str(drives.reason).endswith("no answer from the device for 0.5 s")
+    array.clock.now += 2
+    await array.watch()
+    assert drives.state == "sick"
+    await put(drives, ["meanwhile"])
+    array.faults[2].clear()
+    while drives.state == "sick":
+        array.clock.now += 61
+        await array.watch()
+        await asyncio.sleep(0.01)
+    assert drives.blocks == 9
 
 
 async def test_no_drive_at_all_is_a_tier_that_cannot_be_had(array: Array) -> None:
