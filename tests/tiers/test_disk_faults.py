@@ -395,6 +395,47 @@ async def test_the_tier_shrinks_when_others_fill_the_file_system(tiers: Tiers, s
     await tiers.close()
 
 
+async def test_a_real_file_system_is_filled_to_its_reserve_and_never_beyond(tiers: Tiers, image_disk: Path) -> None:
+    # F1, E3: thousands of small blocks in one file; ext4 with its own reserved blocks and metadata.
+    def available() -> int:
+        figures = os.statvfs(image_disk)
+        return figures.f_bavail * figures.f_frsize
+
+    reserve = 8 * MIB
+    await tiers.open(directory=image_disk / "disk", capacity=1 << 40, reserve=reserve)
+    tier = tiers.tier
+    assert tier is not None
+    inodes = os.statvfs(image_disk).f_ffree
+    held: dict[int, int] = {}
+    name = 0
+    while (count := min(500, tier.room(4096))) > 0:
+        for slot in await store(tier, range(name, name + count), 4096):
+            held[slot] = name
+            name += 1
+        await tier.watch()
+        assert available() >= reserve - MIB
+    assert name > 3000
+    assert inodes - os.statvfs(image_disk).f_ffree < 5
+    (image_disk / "others").write_bytes(bytes(6 * MIB))
+    await tier.watch()
+    over = tier.used - tier.limit
+    assert over > 4 * MIB
+    going = list(held)[: -(-over // slot_size(4096))]
+    tier.free(going)
+    await tier.watch()
+    await tier.watch()
+    assert available() >= reserve - MIB
+    for slot in going:
+        del held[slot]
+    recovery = await tiers.open(directory=image_disk / "disk", capacity=1 << 40, reserve=reserve)
+    assert len(recovery) == len(held)
+    assert tiers.tier is not None
+    found = whereabouts(recovery)
+    for name in list(held.values())[::50]:
+        assert await fetch(tiers.tier, found[key(name)], name, 4096) is None
+    await tiers.close()
+
+
 async def test_a_limit_larger_than_the_file_system_is_held_to_what_there_is(tiers: Tiers, small_disk: Path) -> None:
     await tiers.open(directory=small_disk / "disk", capacity=1 << 50)
     tier = tiers.tier
