@@ -26,11 +26,10 @@ from .journal import RECORD, Journal, Replay, namespace_tag, put_record
 from .slabfile import (
     HASH_BYTES,
     PAGE,
-    Header,
     ReadJob,
     Scratch,
+    claims,
     errno_name,
-    names,
     read_slots,
     slot_size,
     unpack_header,
@@ -374,19 +373,17 @@ def _verify(
 def _verify_slot(folder: Folder, fd: int, offset: int, job: ReadJob, deep: bool, scratch: Scratch) -> str | None:
     if deep:
         return read_slots(folder, fd, offset, [job], False, scratch)[0]
-    header = _header_at(folder, fd, offset, scratch)
-    if isinstance(header, str):
-        return header
-    return None if names(header, job) else "foreign key"
+    failure = _read_page(folder, fd, offset, scratch)
+    claim = claims(scratch.headers[0], job) if failure is None else failure
+    return claim if isinstance(claim, str) else None
 
 
-def _header_at(folder: Folder, fd: int, offset: int, scratch: Scratch) -> Header | str:
+def _read_page(folder: Folder, fd: int, offset: int, scratch: Scratch) -> str | None:
+    """Read a slot's header page; why it could not be read."""
     try:
-        if folder.read(fd, [scratch.headers[0]], offset) != PAGE:
-            return "short read"
+        return None if folder.read(fd, [scratch.headers[0]], offset) == PAGE else "short read"
     except OSError as error:
         return errno_name(error)
-    return unpack_header(scratch.headers[0])
 
 
 def _repair(folder: Folder, journal: Journal, replay: Replay, located: Located, bad: npt.NDArray[np.intp]) -> list[str]:
@@ -423,7 +420,9 @@ def _unrecorded(folder: Folder, replay: Replay, located: Located, keep: npt.NDAr
         fd = folder.open(slab_name(slot_bytes), os.O_RDONLY)
         try:
             for index in range(size // slot_bytes):
-                header = "named" if index in named else _header_at(folder, fd, index * slot_bytes, scratch)
+                if index in named or _read_page(folder, fd, index * slot_bytes, scratch) is not None:
+                    continue
+                header = unpack_header(scratch.headers[0])
                 if isinstance(header, str) or slot_size(header.meta.length) != slot_bytes:
                     continue
                 meta = header.meta

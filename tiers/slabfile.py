@@ -19,7 +19,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -138,37 +138,42 @@ def pack_header(page: memoryview, meta: BlockMeta, checksum: int) -> None:
 
 def unpack_header(page: memoryview) -> Header | str:
     """The header in a page, or why there is none."""
-    magic, version, group, has_parent, length, checksum, stamp, count, _, namespace, block_hash, parent = (
-        _HEADER.unpack_from(page)
-    )
-    if magic != _MAGIC:
-        return "no block"
-    if xxhash.xxh3_64_intdigest(page[:_SEALED]) != _SEAL.unpack_from(page, _SEALED)[0]:
-        return "header checksum"
-    if version != _VERSION or count > MAX_TOKENS:
-        return "header version"
+    fields = _HEADER.unpack_from(page)
+    doubt = _doubt(page, fields)
+    if doubt is not None:
+        return doubt
+    _, _, group, has_parent, length, checksum, stamp, count, _, namespace, block_hash, parent = fields
     tokens = bytes(page[_HEADER.size : _HEADER.size + 4 * count])
     meta = BlockMeta(namespace, block_hash, parent if has_parent else b"", group, length, stamp, tokens)
     return Header(meta, checksum)
 
 
-def names(header: Header, job: ReadJob) -> bool:
-    """Whether a header names the very block that a job asks for."""
-    found = header.meta
-    return (
-        found.namespace == job.namespace
-        and found.block_hash == job.block_hash.ljust(HASH_BYTES, b"\0")
-        and found.group == job.group
-        and found.length == job.length
+def _doubt(page: memoryview, fields: tuple[Any, ...]) -> str | None:
+    """Why a page, whose fields are these, is no header."""
+    if fields[0] != _MAGIC:
+        return "no block"
+    if xxhash.xxh3_64_intdigest(page[:_SEALED]) != _SEAL.unpack_from(page, _SEALED)[0]:
+        return "header checksum"
+    if fields[1] != _VERSION or fields[7] > MAX_TOKENS:
+        return "header version"
+    return None
+
+
+def claims(page: memoryview, job: ReadJob) -> str | int:
+    """The checksum of the payload, if a header page names the very block that a job asks for; else why not."""
+    # No objects are made of it: with small blocks they would cost as much as the checksum.
+    fields = _HEADER.unpack_from(page)
+    doubt = _doubt(page, fields)
+    if doubt is not None:
+        return doubt
+    _, _, group, _, length, checksum, _, _, _, namespace, block_hash, _ = fields
+    named = (
+        block_hash == job.block_hash.ljust(HASH_BYTES, b"\0")
+        and namespace == job.namespace
+        and group == job.group
+        and length == job.length
     )
-
-
-def _refusal(page: memoryview, job: ReadJob) -> str | int:
-    """Why the slot does not hold the job's block, or its payload's checksum."""
-    header = unpack_header(page)
-    if isinstance(header, str):
-        return header
-    return header.checksum if names(header, job) else "foreign key"
+    return int(checksum) if named else "foreign key"
 
 
 # -- transfers
@@ -290,7 +295,7 @@ def _one_by_one_read(
 
 
 def _verify(scratch: Scratch, position: int, job: ReadJob, copy: U8 | None) -> str | None:
-    checksum = _refusal(scratch.headers[position], job)
+    checksum = claims(scratch.headers[position], job)
     if isinstance(checksum, str):
         return checksum
     into = _as_bytes(job.into)
