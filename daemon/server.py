@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import socket
+import stat
 import sys
 import time
 from collections import Counter
@@ -47,6 +48,7 @@ from .transfer import Transfer
 log = logging.getLogger("kvcascade.daemon")
 
 TICK_S = 0.05  # how late a lease may end
+MAX_SOCKET_PATH = 107  # bytes; the kernel's limit
 
 
 class Daemon:
@@ -365,7 +367,11 @@ class _SocketLock:
         self._path = path
         self._mode = mode
         self._group = _group_id(group)
+        self._bound = False
         directory = path.parent
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+            raise ConfigError(f"daemon.socket: {path} is too long: a socket's path has at most {MAX_SOCKET_PATH} bytes")
+        _require_socket(path)
         try:
             if not directory.exists():
                 directory.mkdir(mode=0o700, parents=True)
@@ -381,20 +387,25 @@ class _SocketLock:
             owner = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip()
             os.close(self._lock)
             raise ConfigError(f"daemon.socket: another daemon (pid {owner or 'unknown'}) serves {path}") from error
+        try:
+            _require_unused(path)
+        except ConfigError:
+            os.close(self._lock)
+            raise
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
     def listen(self) -> socket.socket:
         """A bound socket with its final mode from the first moment on."""
-        with suppress(FileNotFoundError):
-            self._path.unlink()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            self._path.unlink(missing_ok=True)
             before = os.umask(0o777 & ~self._mode)
             try:
                 sock.bind(str(self._path))
             finally:
                 os.umask(before)
+            self._bound = True
             if self._group is not None:
                 os.chown(self._path, -1, self._group)
         except OSError as error:
@@ -403,9 +414,31 @@ class _SocketLock:
         return sock
 
     def close(self) -> None:
-        with suppress(FileNotFoundError):
-            self._path.unlink()
+        if self._bound:
+            self._path.unlink(missing_ok=True)
         os.close(self._lock)
+
+
+def _require_socket(path: Path) -> None:
+    """ConfigError where something lies at the path that is no socket: it is not ours to replace."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return  # nothing there, or told when it is to be used
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"daemon.socket: {path} exists and is no socket; name another path")
+
+
+def _require_unused(path: Path) -> None:
+    """ConfigError where somebody listens at the path: no daemon of ours, since we hold its lock."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:
+            pass  # its backlog is full
+        except OSError:
+            return
+    raise ConfigError(f"daemon.socket: another program listens at {path}; name another path")
 
 
 def _group_id(group: str) -> int | None:
@@ -420,10 +453,11 @@ def _group_id(group: str) -> int | None:
 def _file_system_bytes(directory: Path) -> int:
     """Size of the file system that holds a directory, or will hold it once it is made."""
     there = directory
-    while not there.exists() and there != there.parent:
+    # Not Path.exists, which raises where a folder may not be entered; the tier says so when it makes the directory.
+    while not os.path.exists(there) and there != there.parent:  # noqa: PTH110
         there = there.parent
-    stat = os.statvfs(there)
-    return stat.f_blocks * stat.f_frsize
+    found = os.statvfs(there)
+    return found.f_blocks * found.f_frsize
 
 
 def run(settings: Settings, folder: Callable[[Path], Folder] = Folder) -> int:

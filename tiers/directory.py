@@ -121,10 +121,10 @@ def _older_copies(records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
 
 
 def make_directory(directory: Path) -> None:
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"disk.directory {directory} is not a directory; name one, it is made if need be")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise ConfigError(f"disk.directory {directory} is not a directory; name one, it is made if need be") from error
     except OSError as error:
         raise ConfigError(f"disk.directory {directory} cannot be made: {error.strerror}") from error
     if not os.access(directory, os.W_OK | os.X_OK):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -167,6 +168,42 @@ def test_a_socket_path_that_cannot_be_had_is_refused_by_name(daemon, tmp_path):
         assert second.returncode == 2, second.stderr
         assert "daemon.socket" in second.stderr
         assert "Traceback" not in second.stderr
+
+
+def test_what_lies_at_the_sockets_path_and_is_not_a_dead_daemons_socket_is_left_alone(daemon, tmp_path):
+    (tmp_path / "notes").write_text("kept")
+    (tmp_path / "folder").mkdir()
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(str(tmp_path / "stranger"))
+        stranger.listen()
+        for name in ("notes", "folder", "stranger"):
+            second = serve(daemon, socket=tmp_path / name, disk=tmp_path / "disk")
+            assert second.returncode == 2, second.stderr
+            assert f"daemon.socket: {tmp_path / name}" in second.stderr or "listens at" in second.stderr
+            assert "Traceback" not in second.stderr
+        assert (tmp_path / "notes").read_text() == "kept"
+        assert (tmp_path / "folder").is_dir()
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(str(tmp_path / "stranger"))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="root alone may become another user")
+def test_a_folder_that_this_user_may_not_enter_is_refused_by_name(daemon):
+    hidden = daemon.directory / "hidden"
+    hidden.mkdir(mode=0o700)
+    daemon.directory.chmod(0o777)
+    # Imported before: the other user may not be able to read this interpreter's files.
+    code = (
+        "import os, sys, kvcascade.config.load; from kvcascade.daemon import cli, server\n"
+        "os.setuid(12345); sys.exit(cli.main(sys.argv[1:]))"
+    )
+    flags = ["--socket", daemon.directory / "mine" / "s", "--dram", "8MiB", "--dram-slab", "1MiB"]
+    for directory in (hidden, hidden / "disk"):
+        done = subprocess.run([sys.executable, "-P", "-c", code, "serve", *flags, "--disk", directory],
+                              capture_output=True, text=True, timeout=20, check=False)  # fmt: skip
+        assert done.returncode == 2, done.stderr
+        assert f"disk.directory {directory}" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_a_dead_daemons_socket_is_swept_away(daemon):
