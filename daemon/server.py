@@ -9,6 +9,7 @@ import gc
 import grp
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -47,6 +48,8 @@ from .transfer import Transfer
 
 log = logging.getLogger("kvcascade.daemon")
 
+DESCRIPTORS = 320  # of pools, disk files and the loop; a slab file a block size, at most 255 of them
+DESCRIPTORS_PER_SESSION = 2  # its socket and its process's pidfd
 TICK_S = 0.05  # how late a lease may end
 MAX_SOCKET_PATH = 107  # bytes; the kernel's limit
 
@@ -460,6 +463,18 @@ def _file_system_bytes(directory: Path) -> int:
     return found.f_blocks * found.f_frsize
 
 
+def _raise_descriptor_limit(sessions: int) -> None:
+    """Takes as many descriptors as the hard limit allows: a session costs two, and the usual soft limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS + DESCRIPTORS_PER_SESSION * sessions
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < wanted:
+        log.warning("limits.sessions: %d need %d descriptors, RLIMIT_NOFILE is %d", sessions, wanted, soft)
+
+
 def run(settings: Settings, folder: Callable[[Path], Folder] = Folder) -> int:
     """Serves until SIGTERM or SIGINT; the exit code."""
 
@@ -478,6 +493,7 @@ def run(settings: Settings, folder: Callable[[Path], Folder] = Folder) -> int:
     # Disk and copy threads hold the GIL for moments only; the loop must not wait 5 ms for its turn (measured: a p99 of
     # 9 ms became 33 us).
     sys.setswitchinterval(0.0005)
+    _raise_descriptor_limit(settings.limits.sessions)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
     return 0

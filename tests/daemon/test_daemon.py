@@ -1,6 +1,7 @@
 """The daemon's life as a user sees it: start, status, an orderly end, a kill, and what the next start finds."""
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -268,3 +269,30 @@ def _status(daemon):
         return daemon.status()
     except CascadeError:
         return None
+
+
+def test_the_usual_limit_of_descriptors_is_raised_for_the_sessions_that_may_attach(start_daemon):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        daemon = start_daemon()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)[0] > 2 * 1024
+
+
+def test_without_descriptors_new_connections_are_lost_and_attached_engines_go_on(daemon, start_engine):
+    engine, late = start_engine(daemon), start_engine(daemon, timeout=1.0)
+    engine.store(prompt("a", 4))
+    limits = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (descriptors_of(daemon) + 1, limits[1]))
+    for _ in range(10):
+        with pytest.raises(EngineError, match="DaemonUnavailable"):
+            late.attach()
+    assert engine.fetch(prompt("a", 4))["loaded"] == 4
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, limits)
+    late.attach()
+    assert late.fetch(prompt("a", 4))["loaded"] == 4
+    counters = daemon.status()["counters"]
+    assert counters["connections_lost"] >= 10
+    assert "internal_errors" not in counters
