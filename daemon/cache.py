@@ -553,6 +553,11 @@ class Cache:
             if any(lease in fence.writer.attachment.reservations for lease in fence.leases)
         }
 
+    @property
+    def is_being_stored(self) -> bool:
+        """Whether a commit can still come; slots in quarantine, whoever holds them, become no block any more."""
+        return bool(self._pending_owner)
+
     def _space(self, attachment: Attachment, group: int) -> Space:
         if not 0 <= group < len(attachment.spaces):
             raise ProtocolError(f"field 'group': {group} is not one of the namespace's {len(attachment.spaces)} groups")

@@ -219,7 +219,7 @@ class Daemon:
             await asyncio.sleep(TICK_S)
             self.cache.expire()
             self.send_fences()
-            if self.draining and not any(a.reservations for a in self.cache.attachments.values()):
+            if self.draining and not self.cache.is_being_stored:
                 self._nothing_reserved.set()
 
     # ---- sessions

@@ -145,6 +145,18 @@ def test_the_end_comes_by_its_deadline_whatever_engines_hold(start_daemon, start
     assert daemon.status()["recovered"]["blocks"] == 4
 
 
+def test_the_end_does_not_wait_for_slots_that_are_given_up(start_daemon, start_engine):
+    daemon = start_daemon(leases_reservation="100ms", daemon_drain_deadline="10s")
+    engine = start_engine(daemon)
+    engine.reserve(prompt("a", 4))
+    engine.freeze()
+    eventually(lambda: tier(daemon, "dram")["quarantined"] == 4)
+    began = time.monotonic()
+    assert daemon.stop() == 0
+    assert time.monotonic() - began < 4
+    engine.wake()
+
+
 def test_a_second_daemon_on_the_socket_is_refused_and_the_first_goes_on(daemon, tmp_path):
     second = serve(daemon, disk=tmp_path / "disk")
     assert second.returncode == 2
