@@ -381,6 +381,8 @@ class _SocketLock:
                 if self._group is not None:
                     os.chown(directory, -1, self._group)
                     directory.chmod(0o750)
+            if reason := protocol.distrust(path):
+                raise ConfigError(f"daemon.socket: {reason}")
             self._lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"daemon.socket: {path} cannot be used: {error.strerror}") from error
