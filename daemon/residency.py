@@ -442,6 +442,7 @@ class Residency:
         rows: U32 = np.unique(np.concatenate(fresh))
         good = (index.state[rows] == RowState.READY) & (index.busy[rows] == 0)
         good &= (index.dram[rows] != NO_SLOT) & (index.disk[rows] == NO_SLOT)
+        good &= index.size_class[rows] == size_class  # the row may be another block's by now
         there: U32 = rows[good]
         fresh[:] = [there[count:]] if len(there) > count else []
         return there[:count]
@@ -838,6 +839,11 @@ class Residency:
             wrong += self.hbm.check()
         if self.disk is not None:
             wrong += [f"disk: {text}" for text in self.disk.check()]
+            below = np.flatnonzero(index.disk[: index.high] != NO_SLOT)
+            fitting = np.array([slot_size(length) for length in self._classes] or [0], dtype=np.uint64)
+            unfit = int((self.disk.sizes_of(index.disk[below]) != fitting[index.size_class[below]]).sum())
+            if unfit:
+                wrong.append(f"disk: {unfit} rows have slots of another size than their blocks")
         counts = self.dram.pool.counts().values()
         if self.hbm is not None:
             cached = sum(c.ready for c in self.hbm.pool.counts().values())

@@ -419,6 +419,12 @@ class DiskTier:
     def _set_limit(self, available: int) -> None:
         self._limit = max(0, min(self.capacity, self._set_aside_bytes() + available - self._reserve))
 
+    def sizes_of(self, slots: U32) -> U64:
+        """Bytes of each slot, its header page included."""
+        sizes = np.array([file.slot_bytes for file in self._by_id], dtype=np.uint64)
+        found: U64 = sizes[self._extent_file[slots >> np.uint32(_EXTENT_BITS)]] if len(sizes) else sizes[:0]
+        return found
+
     def allocate(self, length: int, count: int) -> U32:
         """Slots for up to `count` blocks of `length` bytes, ascending, adjacent on disk where possible.
 
