@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import logging
 import os
 import re
 import sys
@@ -47,6 +48,7 @@ CHECK_TIMEOUT = 120.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; what goes wrong is told on stderr, in a line or two."""
+    _open_standard_streams()
     try:
         arguments = _parser().parse_args(argv)
         run: Callable[[argparse.Namespace], int] = arguments.run
@@ -70,6 +72,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except CascadeError as error:
         return _fail(EXIT_REFUSED, str(error))
+    except OSError as error:
+        # A full device behind stdout, no descriptors left: this machine's trouble, and no traceback would tell more.
+        logging.getLogger("kvcascade").debug("failed", exc_info=True)
+        return _fail(EXIT_REFUSED, str(error))
+
+
+def _open_standard_streams() -> None:
+    """Puts /dev/null where one was closed.
+
+    The daemon's event loop or a slab file would take its number: libuv aborts when it closes that, and what a C library
+    writes to stderr would go into the blocks.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
 
 
 def _fail(code: int, text: str) -> int:
@@ -183,8 +203,6 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    import logging
-
     from kvcascade.config.load import load_settings
 
     given = {name: value for name, value in vars(arguments).items() if name not in ("run", "config")}

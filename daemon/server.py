@@ -144,7 +144,8 @@ class Daemon:
             gc.collect()
             gc.freeze()
             log.info("serving socket=%s dram=%s", self.socket_path, format_bytes(dram.pool.capacity))
-            print(f"kvcascade {VERSION} serves on {self.socket_path}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # whoever started it may not listen any more, or the log's device be full
+                print(f"kvcascade {VERSION} serves on {self.socket_path}", file=sys.stderr, flush=True)
             await self._stop.wait()
             await self._drain(server)
 

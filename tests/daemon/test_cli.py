@@ -412,6 +412,12 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
 
 
+def test_a_full_device_behind_the_output_is_told_in_a_line() -> None:
+    with listening({"status": a_status()}) as path, Path("/dev/full").open("w") as full:
+        done = subprocess.run([COMMAND, "status", "--socket", path], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (cli.EXIT_REFUSED, "kvcascade: [Errno 28] No space left on device\n")
+
+
 def test_the_socket_of_the_settings_file_is_used(run: Any, tmp_path: Path) -> None:
     with listening({"status": a_status()}) as path:
         config = tmp_path / "kvcascade.toml"

@@ -308,3 +308,14 @@ def test_without_descriptors_new_connections_are_lost_and_attached_engines_go_on
     counters = daemon.status()["counters"]
     assert counters["connections_lost"] >= 10
     assert "internal_errors" not in counters
+
+
+@pytest.mark.parametrize("streams", [">/dev/full 2>/dev/full", "2>&1 >/dev/null | true", "<&- >&- 2>&-"])
+def test_the_daemon_needs_nobody_to_read_what_it_says(daemon, streams):
+    daemon.stop()
+    flags = " ".join(f"{name} '{value}'" for name, value in daemon.flags.items())
+    shell = subprocess.Popen(["/bin/bash", "-c", f"'{KVCASCADE}' serve {flags} {streams}; exit ${{PIPESTATUS[0]}}"])
+    pid = eventually(lambda: (_status(daemon) or {}).get("pid"))
+    os.kill(pid, signal.SIGTERM)
+    assert shell.wait(20) == 0
+    daemon.start()
