@@ -787,11 +787,12 @@ class Residency:
             masks[known] |= np.where(column[rows[known]] != NO_SLOT, np.uint8(1 << tier), np.uint8(0))
         return masks
 
-    def blocks_of(self, space: Space) -> int:
-        """Ready blocks of a space, wherever they lie. O(rows)."""
+    def blocks_by_space(self) -> list[int]:
+        """Ready blocks of each space, wherever they lie. O(rows)."""
         high = self.index.high
-        mine = (self.index.space[:high] == space.number) & (self.index.state[:high] == RowState.READY)
-        return int(mine.sum())
+        ready = self.index.space[:high][self.index.state[:high] == RowState.READY]
+        counts: list[int] = np.bincount(ready, minlength=len(self.spaces)).tolist()
+        return counts
 
     def _columns(self) -> list[tuple[Tier, U32]]:
         return [(Tier.HBM, self.index.hbm), (Tier.DRAM, self.index.dram), (Tier.DISK, self.index.disk)]

@@ -108,10 +108,13 @@ def _sessions(daemon: "Daemon", now: float) -> list[dict[str, Any]]:
 
 
 def _namespaces(daemon: "Daemon") -> list[dict[str, Any]]:
+    """Those that hold blocks or that an engine uses: weights that are trained have been in thousands."""
     residency = daemon.residency
+    used = {attachment.spaces[0].fingerprint for attachment in daemon.cache.attachments.values()}
     namespaces: dict[bytes, dict[str, Any]] = {}
-    for space in residency.spaces:
-        blocks = residency.blocks_of(space)
+    for space, blocks in zip(residency.spaces, residency.blocks_by_space(), strict=True):
+        if not blocks and space.fingerprint not in used:
+            continue
         one = namespaces.setdefault(
             space.fingerprint,
             {

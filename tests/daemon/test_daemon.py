@@ -72,6 +72,21 @@ def test_status_tells_what_runs_and_what_it_holds(daemon, start_engine):
     assert daemon.status()["hits"]["tokens"]["dram"] == 4 * 16
 
 
+def test_namespaces_that_hold_nothing_and_that_nobody_uses_are_not_told(daemon, start_engine):
+    # Weights that are updated in place open one each time.
+    for epoch in ("1", "2", "3"):
+        passing = start_engine(daemon, weights_epoch=epoch)
+        passing.attach()
+        passing.close()
+    keeping, empty = start_engine(daemon, weights_epoch="4"), start_engine(daemon, weights_epoch="5")
+    keeping.store(prompt("a", 4))
+    keeping.close()
+    empty.attach()
+    eventually(lambda: len(daemon.status()["sessions"]) == 1)
+    told = {one["fields"]["weights_epoch"]: one["blocks"] for one in daemon.status()["namespaces"]}
+    assert told == {"4": 4, "5": 0}
+
+
 def test_a_restart_finds_the_blocks_on_disk(daemon, start_engine):
     engine = start_engine(daemon)
     engine.store(prompt("a", 8))
