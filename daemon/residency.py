@@ -787,19 +787,15 @@ class Residency:
             masks[known] |= np.where(column[rows[known]] != NO_SLOT, np.uint8(1 << tier), np.uint8(0))
         return masks
 
-    def blocks_by_space(self) -> list[int]:
-        """Ready blocks of each space, wherever they lie. O(rows)."""
+    def blocks_by_space(self, tier: Tier | None = None) -> list[int]:
+        """Ready blocks of each space, wherever they lie or with a copy in `tier`. O(rows)."""
         high = self.index.high
-        ready = self.index.space[:high][self.index.state[:high] == RowState.READY]
-        counts: list[int] = np.bincount(ready, minlength=len(self.spaces)).tolist()
+        counted = self.index.state[:high] == RowState.READY if tier is None else self._resident(tier)
+        counts: list[int] = np.bincount(self.index.space[:high][counted], minlength=len(self.spaces)).tolist()
         return counts
 
     def _columns(self) -> list[tuple[Tier, U32]]:
         return [(Tier.HBM, self.index.hbm), (Tier.DRAM, self.index.dram), (Tier.DISK, self.index.disk)]
-
-    def on_disk_of(self, space: Space) -> int:
-        """Ready blocks of a space that have a copy on disk. O(rows)."""
-        return int((self._resident(Tier.DISK) & (self.index.space[: self.index.high] == space.number)).sum())
 
     def blocks_in(self, tier: Tier) -> int:
         """Ready blocks that have a copy in a tier. O(rows)."""

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from .server import Daemon
 
 OLDEST = 5
+# So that the reply stays below what a frame may hold (protocol.MAX_ITEMS) with limits.sessions sessions.
+MOST_NAMESPACES = 512
+MOST_PROBLEMS = 50
 
 
 def describe(daemon: "Daemon") -> dict[str, Any]:
@@ -24,6 +27,7 @@ def describe(daemon: "Daemon") -> dict[str, Any]:
     leases = [lease for attachment in cache.attachments.values() for lease in attachment.leases.values()]
     leases.sort(key=lambda lease: lease.created)
     now = daemon.clock()
+    problems = _problems(daemon, tiers)
     return {
         "version": VERSION,
         "boot": daemon.boot.hex(),
@@ -34,7 +38,8 @@ def describe(daemon: "Daemon") -> dict[str, Any]:
         "hash_algo": daemon.settings.daemon.hash_algo,
         "key_scheme": daemon.settings.daemon.key_scheme,
         "socket": str(daemon.socket_path),
-        "problems": _problems(daemon, tiers),
+        "problems": problems[:MOST_PROBLEMS]
+        + ([f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []),
         "tiers": tiers,
         "sessions": _sessions(daemon, now),
         "namespaces": _namespaces(daemon),
@@ -108,11 +113,12 @@ def _sessions(daemon: "Daemon", now: float) -> list[dict[str, Any]]:
 
 
 def _namespaces(daemon: "Daemon") -> list[dict[str, Any]]:
-    """Those that hold blocks or that an engine uses: weights that are trained have been in thousands."""
+    """Those that an engine uses or that hold most blocks: weights that are trained have been in thousands."""
     residency = daemon.residency
     used = {attachment.spaces[0].fingerprint for attachment in daemon.cache.attachments.values()}
     namespaces: dict[bytes, dict[str, Any]] = {}
-    for space, blocks in zip(residency.spaces, residency.blocks_by_space(), strict=True):
+    counts = zip(residency.blocks_by_space(), residency.blocks_by_space(Tier.DISK), strict=True)
+    for space, (blocks, on_disk) in zip(residency.spaces, counts, strict=True):
         if not blocks and space.fingerprint not in used:
             continue
         one = namespaces.setdefault(
@@ -125,10 +131,10 @@ def _namespaces(daemon: "Daemon") -> list[dict[str, Any]]:
         )
         one["blocks"] += blocks
         one["bytes"] += blocks * space.block_bytes
-        on_disk = residency.on_disk_of(space)
         one["disk_blocks"] += on_disk
         one["disk_bytes"] += on_disk * slot_size(space.slot_bytes)
-    return list(namespaces.values())
+    order = sorted(namespaces, key=lambda fingerprint: (fingerprint not in used, -namespaces[fingerprint]["blocks"]))
+    return [namespaces[fingerprint] for fingerprint in order[:MOST_NAMESPACES]]
 
 
 def _problems(daemon: "Daemon", tiers: list[dict[str, Any]]) -> list[str]:
@@ -145,9 +151,6 @@ def _problems(daemon: "Daemon", tiers: list[dict[str, Any]]) -> list[str]:
     if daemon.draining:
         problems.append("the daemon is ending")
     cache = daemon.cache
-    namespaces = {a.spaces[0].fingerprint: a.spaces[0].namespace for a in cache.attachments.values()}
-    for fingerprint, namespace in namespaces.items():
-        problems += [f"namespace {fingerprint.hex()[:12]}: {text}" for text in daemon.differences(namespace)]
     counters = daemon.residency.counters
     if counters["hash_collisions"]:
         problems.append(
@@ -162,4 +165,7 @@ def _problems(daemon: "Daemon", tiers: list[dict[str, Any]]) -> list[str]:
         problems.append(
             f"{quarantined} bytes are quarantined for late writers ({daemon.lost_sessions} of them without a socket)"
         )
+    namespaces = {a.spaces[0].fingerprint: a.spaces[0].namespace for a in cache.attachments.values()}
+    for fingerprint, namespace in namespaces.items():
+        problems += [f"namespace {fingerprint.hex()[:12]}: {text}" for text in daemon.differences(namespace)]
     return problems

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from engines.scripted import EngineError, eventually, prompt
+from engines.scripted import EngineError, Side, eventually, prompt
 
 from kvcascade.config.errors import CascadeError
 
@@ -85,6 +85,27 @@ def test_namespaces_that_hold_nothing_and_that_nobody_uses_are_not_told(daemon, 
     eventually(lambda: len(daemon.status()["sessions"]) == 1)
     told = {one["fields"]["weights_epoch"]: one["blocks"] for one in daemon.status()["namespaces"]}
     assert told == {"4": 4, "5": 0}
+
+
+def test_status_tells_the_largest_of_very_many_namespaces_and_what_is_most_wrong(daemon):
+    # A reply may hold 65536 items; a model in training leaves a namespace behind with each step.
+    sides = []
+    for epoch in range(600):
+        side = Side()
+        side.start(str(daemon.socket), weights_epoch=str(epoch), layers=1, kv_heads=1)
+        side.store(prompt("a", 2 if epoch == 7 else 1))
+        if epoch < 540:
+            side.close()
+        else:
+            sides.append(side)
+    status = daemon.status()
+    told = [one["fields"]["weights_epoch"] for one in status["namespaces"]]
+    assert len(told) == 512
+    assert set(told[:60]) == {str(epoch) for epoch in range(540, 600)}  # those in use
+    assert told[60] == "7"
+    assert (len(status["problems"]), status["problems"][-1]) == (51, "and 10 more")
+    for side in sides:
+        side.close()
 
 
 def test_a_restart_finds_the_blocks_on_disk(daemon, start_engine):
