@@ -422,7 +422,7 @@ class DiskTier:
     def sizes_of(self, slots: U32) -> U64:
         """Bytes of each slot, its header page included."""
         sizes = np.array([file.slot_bytes for file in self._by_id], dtype=np.uint64)
-        found: U64 = sizes[self._extent_file[slots >> np.uint32(_EXTENT_BITS)]] if len(sizes) else sizes[:0]
+        found: U64 = sizes[self._extent_file[slots >> np.uint32(EXTENT_BITS)]] if len(sizes) else sizes[:0]
         return found
 
     def allocate(self, length: int, count: int) -> U32:

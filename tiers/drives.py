@@ -197,6 +197,13 @@ class Drives:
         owners: U32 = self._drive_of[slots >> np.uint32(EXTENT_BITS)]
         return owners
 
+    def sizes_of(self, slots: U32) -> npt.NDArray[np.uint64]:
+        """Bytes of each slot, its header page included."""
+        sizes = np.zeros(len(slots), dtype=np.uint64)
+        for drive, at, own in self._split(slots):
+            sizes[at] = self._drives[drive].sizes_of(own)
+        return sizes
+
     def lie_on(self, number: int, slots: U32) -> Bools:
         """Whether each slot is one of this drive."""
         result: Bools = self._drives_of(slots) == number
