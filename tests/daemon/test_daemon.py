@@ -243,7 +243,7 @@ def test_a_folder_that_this_user_may_not_enter_is_refused_by_name(daemon):
     daemon.directory.chmod(0o777)
     # Imported before: the other user may not be able to read this interpreter's files.
     code = (
-        "import os, sys, kvcascade.config.load; from kvcascade.daemon import cli, server\n"
+        "import os, shutil, sys, kvcascade.config.load; from kvcascade.daemon import cli, server\n"
         "os.setuid(12345); sys.exit(cli.main(sys.argv[1:]))"
     )
     flags = ["--socket", daemon.directory / "mine" / "s", "--dram", "8MiB", "--dram-slab", "1MiB"]
