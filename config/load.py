@@ -138,6 +138,8 @@ def _from_file(path: Path) -> Iterator[_Given]:
                 here = [name.partition(".")[2] for name in known if name.startswith(f"{section}.")]
                 hint = did_you_mean(nearest(key, here) or elsewhere(key))
                 raise ConfigError(f"unknown setting {setting} ({source}){hint}")
+            if isinstance(value, list) and all(isinstance(part, str) and "," not in part for part in value):
+                value = ", ".join(value) or ""
             if not isinstance(value, str | bool | int | float):
                 raise ConfigError(f"{setting} ({source}): takes one value, not a {_toml_kind(value)}")
             yield _Given(setting, str(value).lower() if isinstance(value, bool) else str(value), source)

@@ -33,6 +33,8 @@ SIZE_UNITS = {
 DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 MAX_BYTES = 1 << 60
 
+MAX_DIRECTORIES = 64
+
 # The smallest pool that is of any use: a slab of the smallest size.
 MIN_POOL = 1 << 20
 
@@ -189,6 +191,28 @@ def _optional_path(value: object) -> Path | None:
         raise ValueError(f"{str(value)!r} names the home of an unknown user") from error
 
 
+def _directories(value: object) -> tuple[Path, ...]:
+    """One path, or several apart by commas, as a file's list reaches it too."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",")] if value.strip() else []
+    parts = [value] if isinstance(value, Path) else value
+    if not isinstance(parts, list | tuple):
+        raise ValueError(f"{value!r} is not a path or a list of paths")
+    found: list[Path] = []
+    for part in parts:
+        path = _optional_path(part)
+        if path is None:
+            raise ValueError("one of its paths is empty")
+        if path in found:
+            raise ValueError(f"{path} is named twice")
+        found.append(path)
+    if len(found) > MAX_DIRECTORIES:
+        raise ValueError(f"{len(found)} directories are too many: at most {MAX_DIRECTORIES}")
+    return tuple(found)
+
+
 def _socket_mode(value: object) -> int:
     # Nobody but the owner and, where asked, one group: the socket hands out the memory of every prompt on the node.
     modes = {"0600": 0o600, "0660": 0o660}
@@ -288,9 +312,13 @@ class DiskSettings(Section):
     """The tier below DRAM, off while it has no directory."""
 
     name: ClassVar[str] = "disk"
-    directory: Path | None = setting("", _optional_path, "where the blocks lie; empty for no disk tier")
-    capacity: Capacity = setting("10%", _capacity(MIN_POOL), "size, or share of the directory's file system")
-    threads: int = setting("8", _count(1, 64), "threads that read and write")
+    directory: tuple[Path, ...] = setting("", _directories, "where the blocks lie; empty for no disk tier")
+    capacity: Capacity = setting("10%", _capacity(MIN_POOL), "size, or share of its file system, for each directory")
+    reserve: Capacity = setting("5%", _capacity(0), "size, or share of a file system, that stays free whoever fills it")
+    threads: int = setting("8", _count(1, 64), "threads that read and write, for each directory")
+    old_format: str = setting(
+        "discard", _choice("discard", "refuse"), "what becomes of a directory that an earlier version wrote"
+    )
     write_policy: str = setting("back", _choice("back", "through", "on-reuse"), "when blocks in dram are copied here")
 
 

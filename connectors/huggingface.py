@@ -23,6 +23,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -36,7 +37,7 @@ from kvcascade.config.errors import CascadeError, DaemonUnavailable, LayoutMisma
 from kvcascade.daemon.attachment import Lookup, MappedPool, Session
 from kvcascade.daemon.protocol import PAGE, BlockState, Tier
 from kvcascade.tiers.block import TAGGED, BlockHash, BlockHasher, KVGroup, default_seed, none_hash, probe_hashes
-from kvcascade.tiers.memory import Memory, import_device_memory
+from kvcascade.tiers.memory import Memory, import_device_memory, register_host, unregister_host
 from kvcascade.tiers.namespace import Namespace, model_digest
 
 from .layout import Layers, describe_sequence, empty_layers, load_sequence, store_sequence
@@ -477,6 +478,7 @@ class PrefixCache:
         self._session = self._new_session(namespace)
         self._pid = os.getpid()
         self._imports: dict[int, tuple[MappedPool, Memory]] = {}
+        self._pinned: dict[int, MappedPool] = {}  # what was pinned for a GPU, or found not to be possible to pin
         self._pause = 0.0
         self._not_before = 0.0
         try:
@@ -774,6 +776,7 @@ class PrefixCache:
     def _device_memory(self, pool: MappedPool) -> Memory | None:
         """This process's import of a pool in a device's memory; None for one in host memory."""
         if pool.fd is None:
+            self._pin(pool)
             return None
         with self._lock:
             known, memory = self._imports.get(pool.pool, (None, None))
@@ -783,6 +786,20 @@ class PrefixCache:
                 memory = import_device_memory(pool.device, pool.fd, pool.size)
                 self._imports[pool.pool] = (pool, memory)
             return memory
+
+    def _pin(self, pool: MappedPool) -> None:
+        """Pins a host pool for the model's first GPU, once a mapping: unpinned copies are true too, only slower."""
+        gpu = next((device for device in self._shape.devices if device.type == "cuda"), None)
+        with self._lock:
+            if gpu is None or self._pinned.get(pool.pool) is pool:
+                return
+            self._pinned[pool.pool] = pool
+            device = f"cuda:{gpu.index or 0}"
+            reason = register_host(pool.array(), device)
+            if reason is None:
+                pool.before_close = partial(unregister_host, pool.array(), device)
+            else:
+                log.warning("the %s pool is not pinned for %s reason=%s", pool.tier, device, reason)
 
 
 def _fill(cache: Any, layers: Layers, tokens: int) -> None:

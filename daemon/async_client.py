@@ -15,7 +15,7 @@ from typing import Any, cast
 from kvcascade.config.errors import DaemonUnavailable, ProtocolError
 
 from .client import DEFAULT_TIMEOUT_S, EventCallback, decode_reply, resolve_socket_path
-from .protocol import Frame, FrameDecoder, Kind, decode_body, encode_request, take
+from .protocol import Frame, FrameDecoder, Kind, decode_body, distrust, encode_request, take
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,8 @@ class AsyncClient(asyncio.Protocol):
         """Connect if not connected. Raises DaemonUnavailable, within ``timeout`` seconds."""
         if self.connected:
             return
+        if reason := distrust(self.path):
+            raise DaemonUnavailable(f"no daemon at {self.path}: {reason}")
         loop = asyncio.get_running_loop()
         self._pid = os.getpid()
         self._decoder = FrameDecoder()

@@ -141,6 +141,8 @@ class MappedPool:
         self.device = device
         self.size = size
         self.fd: int | None = None
+        # What must end before the memory is unmapped: whoever pinned it for a GPU sets this.
+        self.before_close: Callable[[], None] | None = None
         self._memory: mmap.mmap | None = None
         self._generations: mmap.mmap | None = None
         self._array: NDArray[np.uint8] | None = None
@@ -191,6 +193,10 @@ class MappedPool:
 
     def close(self) -> None:
         """Unmap; where somebody still holds a view, the memory goes with the last view."""
+        before, self.before_close = self.before_close, None
+        if before is not None:
+            before()
+            del before  # it may hold a view
         self._array = None
         self._generation_array = None
         for mapped in (self._memory, self._generations):

@@ -23,7 +23,7 @@ from kvcascade.tiers.block import head_range
 from kvcascade.tiers.namespace import Namespace
 from kvcascade.tiers.pool import SlotState
 
-from .index import NO_ROW, NO_SLOT, U8, U32, U64, RowState
+from .index import NO_ROW, NO_SLOT, U8, U32, U64, RowState, repeats
 from .lease import MAX_RANKS, Attachment, Entry, Fence, Lease, Reservation, Writer
 from .protocol import POOL_DRAM, POOL_HBM, BlockState, Tier
 from .residency import Residency, Slots, Space
@@ -351,7 +351,7 @@ class Cache:
         if have < len(resident) or have == total or hole is not None:
             return nothing
         fresh = keys[have:]
-        repeated = len(np.unique(fresh[:, 0])) != len(fresh) and len(np.unique(fresh, axis=0)) != len(fresh)
+        repeated = repeats(fresh[:, 0]) and len(np.unique(fresh, axis=0)) != len(fresh)
         if repeated or (found[have:] != NO_ROW).any():
             raise ProtocolError("field 'hashes': they are not one chain of block hashes")
         most = self._settings.leases.quarantine_share.of(self.residency.dram.pool.capacity)
@@ -598,6 +598,11 @@ class Cache:
             for number, fence in self._asked.items()
             if any(lease in fence.writer.attachment.reservations for lease in fence.leases)
         }
+
+    @property
+    def is_being_stored(self) -> bool:
+        """Whether a commit can still come; slots in quarantine, whoever holds them, become no block any more."""
+        return bool(self._pending_owner)
 
     def _space(self, attachment: Attachment, group: int) -> Space:
         if not 0 <= group < len(attachment.spaces):

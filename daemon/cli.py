@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import logging
 import os
 import re
 import sys
@@ -47,6 +48,7 @@ CHECK_TIMEOUT = 120.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; what goes wrong is told on stderr, in a line or two."""
+    _open_standard_streams()
     try:
         arguments = _parser().parse_args(argv)
         run: Callable[[argparse.Namespace], int] = arguments.run
@@ -70,6 +72,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except CascadeError as error:
         return _fail(EXIT_REFUSED, str(error))
+    except OSError as error:
+        # A full device behind stdout, no descriptors left: this machine's trouble, and no traceback would tell more.
+        logging.getLogger("kvcascade").debug("failed", exc_info=True)
+        return _fail(EXIT_REFUSED, str(error))
+
+
+def _open_standard_streams() -> None:
+    """Puts /dev/null where one was closed.
+
+    The daemon's event loop or a slab file would take its number: libuv aborts when it closes that, and what a C library
+    writes to stderr would go into the blocks.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
 
 
 def _fail(code: int, text: str) -> int:
@@ -130,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
         "commas. Every namespace of the daemon is asked, with its own hashes; the options below narrow that down.\n"
         "Prompts with images, LoRA adapters or cache salts have other hashes and are not found this way.\n\n",
     )
-    lookup.add_argument("ids", nargs="*", metavar="ID", help="token ids")
+    lookup.add_argument("ids", nargs="*", metavar="ID", help="token ids; - for standard input")
     lookup.add_argument("--file", metavar="FILE", help="read the token ids from FILE; - for standard input")
     lookup.add_argument("--text", help="a text instead of token ids; needs --tokenizer")
     lookup.add_argument("--tokenizer", type=Path, metavar="DIR", help="the model's folder, or its .gguf file")
@@ -144,6 +164,11 @@ def _parser() -> argparse.ArgumentParser:
     check = command("check", _check, "Prove the invariants of the running daemon, or of a disk directory at rest.")
     check.add_argument("directory", nargs="?", type=Path, metavar="DIR", help="a disk tier that no daemon has open")
     check.add_argument("--deep", action="store_true", help="with DIR: also read every block and compare its checksum")
+    check.add_argument(
+        "--repair",
+        action="store_true",
+        help="with DIR: forget what proves false, take back what has lost its record, remove what is left over",
+    )
     check.add_argument("--json", action="store_true", help="for programs")
     _add_socket_flags(check)
 
@@ -183,8 +208,6 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    import logging
-
     from kvcascade.config.load import load_settings
 
     given = {name: value for name, value in vars(arguments).items() if name not in ("run", "config", "takeover")}
@@ -255,9 +278,10 @@ def _lookup(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     if arguments.directory is not None:
-        report = _check_directory(arguments.directory, arguments.deep)
-    elif arguments.deep:
-        raise ConfigError("--deep reads a disk tier at rest: name its directory, with no daemon running on it")
+        report = _check_directory(arguments.directory, arguments.deep, arguments.repair)
+    elif arguments.deep or arguments.repair:
+        flag = "--repair" if arguments.repair else "--deep"
+        raise ConfigError(f"{flag} is for a disk tier at rest: name its directory, with no daemon running on it")
     else:
         with _daemon(arguments) as daemon:
             report = daemon.call("check", timeout=CHECK_TIMEOUT)
@@ -265,13 +289,18 @@ def _check(arguments: argparse.Namespace) -> int:
     return EXIT_PROBLEM if report["violations"] else EXIT_OK
 
 
-def _check_directory(directory: Path, deep: bool) -> dict[str, Any]:
+def _check_directory(directory: Path, deep: bool, repair: bool) -> dict[str, Any]:
     from kvcascade.tiers.directory import check_directory
 
     def progress(done: int, total: int) -> None:
         print(f"\r{done} of {total} blocks", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
-    found = check_directory(directory, deep=deep, progress=progress if sys.stderr.isatty() else None)
+    told = progress if sys.stderr.isatty() else None
+    found = check_directory(directory, deep=deep, repair=repair, progress=told)
+    repaired = found.repaired
+    if repaired:
+        # What is left is what counts. Payloads were read the first time, and a repair moves none.
+        found = check_directory(directory, deep=False, progress=told)
     violations = [f"{count} blocks are damaged: {reason}" for reason, count in found.damaged.items()]
     if not found.ok:
         violations += [f"{count} records were lost: {reason}" for reason, count in found.dropped.items()]
@@ -283,6 +312,7 @@ def _check_directory(directory: Path, deep: bool) -> dict[str, Any]:
         "verified": found.verified,
         "namespaces": len(found.namespaces),
         "dropped": found.dropped,
+        "repaired": repaired,
     }
 
 
@@ -310,7 +340,7 @@ def _token_ids(arguments: argparse.Namespace) -> list[int]:
         raise ConfigError("give the prompt once: as token ids, by --file, or by --text")
     if given == ["text"]:
         return _tokenize(arguments.text, arguments.tokenizer)
-    if given == ["ids"]:
+    if given == ["ids"] and arguments.ids != ["-"]:
         return _parse_ids(" ".join(arguments.ids))
     try:
         if given == ["file"] and arguments.file != "-":

@@ -34,6 +34,7 @@ from .protocol import (
     Kind,
     decode_body,
     default_socket_path,
+    distrust,
     encode_request,
     error_from,
     take,
@@ -156,6 +157,8 @@ class Client:
             self._forked()
         if self.connected:
             return
+        if reason := distrust(self.path):
+            raise DaemonUnavailable(f"no daemon at {self.path}: {reason}")
         # Non-blocking: a unix socket connects at once or, its backlog full, not at all.
         fresh = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:

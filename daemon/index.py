@@ -52,6 +52,12 @@ class RowState:
     DOOMED: Final = 3
 
 
+def repeats(values: npt.NDArray[Any]) -> bool:
+    """Whether a value occurs twice. By sorting: `np.unique` takes five times as long for a few hundred."""
+    ordered = np.sort(values)
+    return bool((ordered[1:] == ordered[:-1]).any())
+
+
 def pack_keys(hashes: bytes, width: int) -> U64:
     """Concatenated block hashes of `width` (16 or 32) bytes as an (n, 4) u64 array, short ones padded with zeros."""
     words = np.frombuffer(hashes, dtype="<u8").reshape(-1, width // 8)
@@ -385,29 +391,27 @@ class Index:
         self.count += len(rows)
 
     def _salts(self, spaces: U32) -> U64:
-        with np.errstate(over="ignore"):
-            return spaces.astype(np.uint64) * np.uint64(_MIX) + np.uint64(0x632BE59BD9B4E019)
+        return spaces.astype(np.uint64) * np.uint64(_MIX) + np.uint64(0x632BE59BD9B4E019)
 
     def _unlink(self, rows: U32) -> None:
         spread = self.key[rows, 0] ^ self._salts(self.space[rows])
         wanted = (spread & _HIGH) | (rows.astype(np.uint64) + np.uint64(1))
         position = spread & self._mask
-        places = np.empty(len(rows), dtype=np.uint64)
-        index = np.arange(len(rows))
+        here = self._table[(position + _FIRST_PLACES) & self._mask] == wanted
+        places = (position + here.argmax(axis=0).astype(np.uint64)) & self._mask
+        index = np.flatnonzero(~here.any(axis=0))
         while len(index):
-            here = self._table[position] == wanted
-            places[index[here]] = position[here]
-            index = index[~here]
-            position = (position[~here] + np.uint64(1)) & self._mask
-            wanted = wanted[~here]
+            found = self._table[position[index]] == wanted[index]
+            places[index[found]] = position[index[found]]
+            index = index[~found]
+            position[index] = (position[index] + _ONE) & self._mask
         self._table[places] = _TOMB
         # A tombstone with nothing behind it is an empty place; clearing backwards keeps tombstones inside clusters
         # only, so that no rebuild is ever needed.
-        one = np.uint64(1)
         while len(places):
-            places = places[(self._table[places] == _TOMB) & (self._table[(places + one) & self._mask] == _EMPTY)]
+            places = places[(self._table[places] == _TOMB) & (self._table[(places + _ONE) & self._mask] == _EMPTY)]
             self._table[places] = _EMPTY
-            places = (places - one) & self._mask
+            places = (places - _ONE) & self._mask
 
     # ---- rows
 

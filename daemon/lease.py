@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvcascade.config.errors import Refused
 from kvcascade.tiers.block import committers
 
-from .index import U8, U32, U64, Mask
+from .index import U8, U32, U64, Mask, repeats
 from .residency import Space
 
 MAX_RANKS = 64  # committed ranges are kept as one bit a rank
@@ -83,7 +83,7 @@ class Reservation:
             raise Refused(
                 f"blocks: lease {self.number} covers blocks {self.first} to {self.first + len(self.rows) - 1} only"
             )
-        if len(np.unique(entries)) != len(entries):
+        if repeats(entries):
             raise Refused("blocks: named twice")
         return entries
 

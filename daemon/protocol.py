@@ -58,6 +58,7 @@ late release, commit or ``fenced`` can only miss. A ``resume`` token that the da
 """
 
 import os
+import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
@@ -573,7 +574,29 @@ def default_socket_path() -> Path:
     uid = os.getuid()
     if uid == 0:
         return Path("/run/kvcascade/kvcascade.sock")
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime:
-        return Path(runtime) / "kvcascade" / "kvcascade.sock"
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    if runtime.is_absolute():  # another is to be ignored, says the standard
+        return runtime / "kvcascade" / "kvcascade.sock"
+    return _fallback(uid)
+
+
+def _fallback(uid: int) -> Path:
     return Path(f"/tmp/kvcascade-{uid}/kvcascade.sock")
+
+
+def distrust(path: Path) -> str:
+    """Say why the socket is not to be used, or "": anybody can make the fallback's folder under /tmp before us.
+
+    Whoever owns it could put a daemon of their own there, which would be given every prompt's KV. A folder that was
+    chosen by a setting is the operator's business.
+    """
+    uid = os.getuid()
+    if path != _fallback(uid):
+        return ""
+    try:
+        folder = path.parent.lstat()
+    except OSError:
+        return ""  # not there: nor is a daemon
+    if stat.S_ISDIR(folder.st_mode) and folder.st_uid == uid and not folder.st_mode & 0o022:
+        return ""
+    return f"{path.parent} belongs to another user, or others can write to it; set XDG_RUNTIME_DIR or KVCASCADE_SOCKET"

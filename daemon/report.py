@@ -38,6 +38,7 @@ def show_status(status: Answer) -> None:
         f"keys: {status['hash_algo']}  {status['key_scheme']}  seed fingerprint {status['seed_fingerprint']}",
     )
     _tiers(console, status["tiers"])
+    _recovered(console, status.get("recovered", {}))
     _hits(console, status["hits"])
     # This command's own session says nothing to whoever runs it.
     _sessions(console, [one for one in status["sessions"] if one["pid"] != os.getpid()])
@@ -97,6 +98,8 @@ def show_check(report: Answer) -> None:
         _line(console, f"{report['verified']} of them proved by their slots")
     for reason, count in report.get("dropped", {}).items():
         _line(console, f"{count} records dropped: {reason}")
+    for done in report.get("repaired", ()):
+        _line(console, f"repaired: {done}")
     if not violations:
         _line(console, "all invariants hold")
 
@@ -108,18 +111,35 @@ SHOW: dict[str, Callable[[Answer], None]] = {"status": show_status, "lookup": sh
 
 
 def _tiers(console: Console, tiers: Sequence[Answer]) -> None:
-    columns = ["tier", "state", ">capacity", ">used", ">free", ">blocks", ">dirty", ">pinned", ">quarantined", "memory"]
+    columns = [
+        *("tier", "state", ">capacity", ">limit", ">used", ">free", ">blocks", ">dirty", ">pinned", ">quarantined"),
+        "memory",
+    ]
     rows = []
-    for tier in tiers:
+    for tier in _with_drives(tiers):
         name = f"{tier['name']} ({tier['device']})" if tier["name"] == "hbm" else tier["name"]
         state = f"{tier['state']}: {tier['reason']}" if tier.get("reason") else tier["state"]
         online = tier.get("online", tier["capacity"])
         if online < tier["capacity"]:
             state = f"{state} {online * 100 // tier['capacity']}%"
-        sizes = [format_bytes(tier[key]) for key in ("capacity", "used", "free")]
+        # What others' files leave of it, where that is less.
+        limit = format_bytes(tier["limit"]) if tier.get("limit", tier["capacity"]) < tier["capacity"] else ""
+        sizes = [format_bytes(tier["capacity"]), limit, *(format_bytes(tier[key]) for key in ("used", "free"))]
         counts = [tier.get(key, "") for key in ("blocks", "dirty", "pinned", "quarantined")]
         rows.append((name, state, *sizes, *counts, _where(tier)))
     _table(console, "", columns, rows)
+
+
+def _with_drives(tiers: Sequence[Answer]) -> Iterable[Answer]:
+    """The tiers, and below one of several drives each of these."""
+    for tier in tiers:
+        drives = tier.get("drives", ())
+        if len(drives) < 2:
+            yield tier
+            continue
+        yield {**tier, "directory": f"{len(drives)} drives", "reason": "" if tier["state"] == "ok" else "see below"}
+        for number, drive in enumerate(drives):
+            yield {**drive, "name": f"  drive {number}"}
 
 
 def _where(tier: Answer) -> str:
@@ -130,6 +150,14 @@ def _where(tier: Answer) -> str:
     told = "pinned" if pinned else f"not pinned: {reason}"
     huge = tier.get("huge_pages", {}).get("reason")
     return f"{told}; no huge pages: {huge}" if huge else told
+
+
+def _recovered(console: Console, recovered: Answer) -> None:
+    if not recovered:
+        return
+    dropped = ", ".join(f"{count} {reason}" for reason, count in recovered["dropped"].items())
+    took = f" in {recovered['seconds']:.1f} s" if "seconds" in recovered else ""
+    _line(console, f"\nfrom disk at the start: {recovered['blocks']} blocks{took}; dropped: {dropped or 'none'}")
 
 
 def _hits(console: Console, hits: Answer) -> None:
@@ -198,6 +226,7 @@ def _namespaces(console: Console, namespaces: Sequence[Answer]) -> None:
                 fields["hash_algo"],
                 one["blocks"],
                 format_bytes(one["bytes"]),
+                format_bytes(one["disk_bytes"]) if one.get("disk_bytes") else "",
             )
         )
     columns = [
@@ -210,6 +239,7 @@ def _namespaces(console: Console, namespaces: Sequence[Answer]) -> None:
         "hash",
         ">blocks",
         ">bytes",
+        ">on disk",
     ]
     _table(console, f"namespaces: {len(namespaces)}", columns, rows)
 

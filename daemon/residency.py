@@ -15,6 +15,7 @@ The rules that hold throughout, proved by `check()`:
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,9 @@ import numpy.typing as npt
 from kvcascade.config.errors import CascadeError, ProtocolError, Refused
 from kvcascade.config.settings import Settings
 from kvcascade.tiers.block import CRYPTOGRAPHIC, HASH_BYTES, KVGroup
-from kvcascade.tiers.disk import DiskTier, Recovery, slot_size
+from kvcascade.tiers.disk import Recovery, slot_size
 from kvcascade.tiers.dram import DramTier
+from kvcascade.tiers.drives import NOWHERE, Drives
 from kvcascade.tiers.hbm import HbmTier
 from kvcascade.tiers.namespace import Namespace
 from kvcascade.tiers.policy import VictimQueue
@@ -35,6 +37,7 @@ from .protocol import POOL_DRAM, POOL_HBM, Tier, decode_body
 
 DEMOTION_BATCH_BYTES = 32 << 20
 DEMOTION_BATCH_BLOCKS = 128  # describing a batch costs the loop some 8 us a block
+NEIGHBOURS = 4096  # remembered at most: chains whose blocks are on their way to disk, batch by batch
 MAX_SIZE_CLASSES = 255  # a u8 column
 NEVER = 1 << 64  # later than every stamp
 
@@ -131,7 +134,7 @@ class Residency:
     """The blocks of a node and their copies. `give_up` is called for pending rows that are about to be forgotten."""
 
     def __init__(
-        self, settings: Settings, *, dram: DramTier, hbm: HbmTier | None = None, disk: DiskTier | None = None
+        self, settings: Settings, *, dram: DramTier, hbm: HbmTier | None = None, disk: Drives | None = None
     ) -> None:
         self.dram = dram
         self.hbm = hbm
@@ -157,6 +160,9 @@ class Residency:
         self._fresh: list[list[U32]] = []  # stored since, and to be copied to disk at once
         self._demotable: list[VictimQueue] = []  # dirty, and the disk takes them
         self._disk_victims: list[VictimQueue] = []
+        self._disk_slots_fit: Callable[[U32], Mask] | None = None  # while victims are taken on some drives alone
+        # Row → a disk slot near which its copy is best put: that of the block above or below it. Hints, maybe outdated.
+        self._neighbour: dict[int, int] = {}
         self._starved: set[int] = set()  # classes that wait for a slab of another class
         # Classes where a store found too little that is clean and may go, whatever the watermark says of the others:
         # leases pin clean blocks, and parents of what is stored must stay.
@@ -243,6 +249,8 @@ class Residency:
 
         def disposable(rows: U32) -> Mask:
             good: Mask = idle(rows) & (index.disk[rows] != NO_SLOT)
+            if self._disk_slots_fit is not None:
+                good[good] = self._disk_slots_fit(index.disk[rows[good]])
             last = good & (index.dram[rows] == NO_SLOT) & (index.hbm[rows] == NO_SLOT)
             good[last] = index.childless_in_order(rows[last])
             return good
@@ -467,6 +475,7 @@ class Residency:
         rows: U32 = np.unique(np.concatenate(fresh))
         good = (index.state[rows] == RowState.READY) & (index.busy[rows] == 0)
         good &= (index.dram[rows] != NO_SLOT) & (index.disk[rows] == NO_SLOT)
+        good &= index.size_class[rows] == size_class  # the row may be another block's by now
         there: U32 = rows[good]
         fresh[:] = [there[count:]] if len(there) > count else []
         return there[:count]
@@ -490,12 +499,37 @@ class Residency:
         assert self.disk is not None
         length = self._classes[size_class]
         rows = rows[np.argsort(self.index.stamp[rows])[::-1]]
-        slots = self.disk.allocate(length, len(rows))
+        slots = self._place(length, rows)
         short = rows[len(slots) :]
         if len(short):
             self._evict_disk(slot_size(length), self.index.stamp[short])
-            slots = np.concatenate([slots, self.disk.allocate(length, len(short))])
+            slots = np.concatenate([slots, self._place(length, short)])
         return rows[: len(slots)], slots
+
+    def _place(self, length: int, rows: U32) -> U32:
+        """Disk slots for the leading `rows`, heads before tails: each chain on the drive where the rest of it lies."""
+        disk, index = self.disk, self.index
+        assert disk is not None
+        if len(disk) == 1 or not len(rows):
+            return disk.allocate(length, len(rows))
+        parents = index.parent[rows]
+        starts = np.flatnonzero(np.append(True, parents[1:] != rows[:-1])).tolist()
+        placed = []
+        for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
+            head, tail, above = int(rows[start]), int(rows[end - 1]), int(parents[start])
+            near = self._neighbour.pop(tail, NOWHERE)
+            # Where chains fork a new one begins: else all that share a first block would crowd on its drive.
+            if above != NO_ROW and index.children[above] == 1:
+                near = int(index.disk[above]) if index.disk[above] != NO_SLOT else self._neighbour.pop(head, near)
+            slots = disk.allocate(length, end - start, near)
+            placed.append(slots)
+            if len(slots) < end - start:
+                break
+            if len(self._neighbour) > NEIGHBOURS:
+                self._neighbour.clear()
+            if above != NO_ROW and index.children[above] == 1:
+                self._neighbour[above] = int(slots[0])
+        return np.concatenate(placed)
 
     def _evict_disk(self, size: int, stamps: U64) -> None:
         """Makes room on disk for blocks of `size` bytes with these stamps, newest first, as far as blocks may go.
@@ -504,19 +538,42 @@ class Residency:
         over and over: what it loses while it lies in DRAM is dirty again.
         """
         assert self.disk is not None
-        wanted = len(stamps) * size - max(0, self.disk.capacity - self.disk.used)
+        wanted = len(stamps) * size - self.disk.spare
         classes = [number for number, queue in enumerate(self._disk_victims) if queue.lowest() < NEVER]
         for size_class in sorted(classes, key=lambda number: self._disk_victims[number].lowest()):
             if wanted <= 0:
                 return
             each = slot_size(self._classes[size_class])
             queue = self._disk_victims[size_class]
-            victims = queue.take(-(-wanted // each))
+            victims = self._take_on_disk(queue, -(-wanted // each), self.disk.writable_slots)
             successors = np.minimum(np.arange(len(victims)) * each // size, len(stamps) - 1)
             older = self.index.stamp[victims] < stamps[successors]
             queue.add(victims[~older])
             self._drop_disk(victims[older])
             wanted -= int(older.sum()) * each
+
+    def _take_on_disk(self, queue: VictimQueue, count: int, fits: Callable[[U32], Mask]) -> U32:
+        """Up to `count` victims on disk whose slots fit."""
+        self._disk_slots_fit = fits
+        try:
+            return queue.take(count)
+        finally:
+            self._disk_slots_fit = None
+
+    def trim_disk(self) -> None:
+        """Evicts the oldest blocks of drives that hold more than their limit, which others' files may have lowered."""
+        if self.disk is None:
+            return
+        disk = self.disk
+        for drive, excess in disk.excess().items():
+            for size_class, queue in enumerate(self._disk_victims):
+                each = slot_size(self._classes[size_class])
+                victims = self._take_on_disk(queue, -(-excess // each), partial(disk.lie_on, drive))
+                self._drop_disk(victims)
+                self.counters["disk_trimmed_blocks"] += len(victims)
+                excess -= len(victims) * each
+                if excess <= 0:
+                    break
 
     def _drop_disk(self, rows: U32) -> None:
         index = self.index
@@ -610,6 +667,10 @@ class Residency:
             return None
         index = self.index
         below = rows[~self.in_memory(rows) & (index.state[rows] == RowState.READY) & (index.disk[rows] != NO_SLOT)]
+        well = self.disk.readable_slots(index.disk[below])
+        if not well.all():
+            # Behind a block that cannot be read nothing is of use.
+            below = below[: int(well.argmin())]
         wanted = np.array([row for row in below.tolist() if row not in self._promoting], dtype=np.uint32)
         slot_bytes = space.slot_bytes
         budget = self._settings.promotion.budget_share.of(self.dram.pool.capacity) - self._promoting_bytes
@@ -797,7 +858,7 @@ class Residency:
             index.keep_tokens(rows[told], warm.tokens[told[warm.has_tokens]])
         return len(mine)
 
-    def relink(self, disk: DiskTier, recovery: Recovery) -> None:
+    def relink(self, disk: Drives, recovery: Recovery) -> None:
         """The directory was closed and is open again, its slots numbered anew: finds the copies of the blocks again.
 
         What lay there alone and is there no more is forgotten. Nothing of the disk may be under way.
@@ -836,9 +897,7 @@ class Residency:
         if self.disk is not None:
             self.disk.free(disk.slots[~kept])
             # The capacity may have been larger in the run before.
-            excess = self.disk.used - self.disk.capacity
-            if excess > 0:
-                self._evict_disk(excess, np.array([NEVER - 1], dtype=np.uint64))
+            self.trim_disk()
         return len(mine)
 
     def _recovered(self, recovery: Recovery | None) -> _Recovered:
@@ -882,11 +941,12 @@ class Residency:
             masks[known] |= np.where(column[rows[known]] != NO_SLOT, np.uint8(1 << tier), np.uint8(0))
         return masks
 
-    def blocks_of(self, space: Space) -> int:
-        """Ready blocks of a space, wherever they lie. O(rows)."""
+    def blocks_by_space(self, tier: Tier | None = None) -> list[int]:
+        """Ready blocks of each space, wherever they lie or with a copy in `tier`. O(rows)."""
         high = self.index.high
-        mine = (self.index.space[:high] == space.number) & (self.index.state[:high] == RowState.READY)
-        return int(mine.sum())
+        counted = self.index.state[:high] == RowState.READY if tier is None else self._resident(tier)
+        counts: list[int] = np.bincount(self.index.space[:high][counted], minlength=len(self.spaces)).tolist()
+        return counts
 
     def _columns(self) -> list[tuple[Tier, U32]]:
         return [(Tier.HBM, self.index.hbm), (Tier.DRAM, self.index.dram), (Tier.DISK, self.index.disk)]
@@ -930,6 +990,11 @@ class Residency:
             wrong += self.hbm.check()
         if self.disk is not None:
             wrong += [f"disk: {text}" for text in self.disk.check()]
+            below = np.flatnonzero(index.disk[: index.high] != NO_SLOT)
+            fitting = np.array([slot_size(length) for length in self._classes] or [0], dtype=np.uint64)
+            unfit = int((self.disk.sizes_of(index.disk[below]) != fitting[index.size_class[below]]).sum())
+            if unfit:
+                wrong.append(f"disk: {unfit} rows have slots of another size than their blocks")
         counts = self.dram.pool.counts().values()
         if self.hbm is not None:
             cached = sum(c.ready for c in self.hbm.pool.counts().values())

@@ -9,10 +9,12 @@ import gc
 import grp
 import logging
 import os
+import resource
 import secrets
 import select
 import signal
 import socket
+import stat
 import sys
 import time
 from collections import Counter
@@ -28,8 +30,10 @@ from kvcascade.config import VERSION
 from kvcascade.config.errors import CascadeError, ConfigError, Refused
 from kvcascade.config.settings import Settings, bytes_of, format_bytes
 from kvcascade.tiers.block import CRYPTOGRAPHIC, default_seed, hash_self_test, none_hash
-from kvcascade.tiers.disk import DiskTier
+from kvcascade.tiers.disk import DiskTier, Recovery
 from kvcascade.tiers.dram import DramTier
+from kvcascade.tiers.drives import Drives
+from kvcascade.tiers.folder import Folder
 from kvcascade.tiers.hbm import HbmTier
 from kvcascade.tiers.ledger import Ledger
 from kvcascade.tiers.memory import available_memory, require_memory
@@ -40,7 +44,6 @@ from . import protocol
 from .cache import Cache
 from .handover import RETRY_MOST_S, RETRY_S, Absent, Listener, Orphaned, Predecessor, Successor, Withheld
 from .keeper import LEDGER, POOL, Keeper, Remains
-from .lease import Entry
 from .protocol import POOL_DRAM, POOL_HBM
 from .residency import Residency
 from .session import Session
@@ -50,9 +53,13 @@ from .transfer import Transfer
 
 log = logging.getLogger("kvcascade.daemon")
 
+DESCRIPTORS = 320  # of pools, disk files and the loop; a slab file a block size, at most 255 of them
+DESCRIPTORS_PER_SESSION = 2  # its socket and its process's pidfd
 TICK_S = 0.05  # how late a lease may end
 BACKLOG = 128
+NO_DESCRIPTOR = -1
 OWNER_END_S = 5.0  # for a process that was killed to be gone
+MAX_SOCKET_PATH = 107  # bytes; the kernel's limit
 
 
 class Daemon:
@@ -64,14 +71,20 @@ class Daemon:
         *,
         clock: Callable[[], float] = time.monotonic,
         supervisor: Supervisor | None = None,
+        folder: Callable[[Path], Folder] = Folder,
     ) -> None:
-        """`supervisor`: who is told of the daemon's life; without one that of an empty environment, which is nobody."""
+        """`supervisor`: who is told of the daemon's life.
+
+        `folder`: how the disk tier reaches its directories; tests put faults there.
+        """
         hash_self_test()
         self.settings = settings
         self.supervisor = Supervisor({}) if supervisor is None else supervisor
         self.keeper: Keeper | None = None
         self._watchdog_due = 0.0
         self.clock = clock
+        self._folder = folder
+        self.hung = False  # a device has not answered by the end: its threads never will
         self.boot = secrets.token_bytes(16)
         self.started = time.time()
         self.socket_path = settings.daemon.socket or protocol.default_socket_path()
@@ -126,9 +139,7 @@ class Daemon:
         self.recovered = {}
         async with AsyncExitStack() as stack:
             if predecessor is None:
-                self.address = stack.enter_context(
-                    _Address.take(self.socket_path, settings.daemon.socket_mode, settings.daemon.socket_group)
-                )
+                self.address = stack.enter_context(_Address.take(self.socket_path, settings.daemon.socket_group))
             else:
                 # Closed last: the old daemon goes on when it hears nothing more, and wants its disk back.
                 stack.callback(predecessor.close)
@@ -139,19 +150,28 @@ class Daemon:
             if predecessor is not None:
                 await predecessor.freeze()
             disk, recovery = await self._open_disk(stack)
-            self.residency = Residency(settings, dram=dram, hbm=hbm, disk=disk)
+            self.residency = residency = Residency(settings, dram=dram, hbm=hbm, disk=disk)
             stack.push_async_callback(self._end_reopening)
             earlier = predecessor or remains
-            warm = [] if earlier is None else await earlier.read(self.residency)
-            taken, kept = self.residency.adopt(warm, recovery)
+            warm = [] if earlier is None else await earlier.read(residency)
+            taken, kept = residency.adopt(warm, recovery)
             if recovery is not None:
-                self.recovered = {"blocks": kept, "dropped": dict(recovery.dropped)}
-                log.info("disk recovered blocks=%d dropped=%s", kept, dict(recovery.dropped))
+                dropped = dict(recovery.dropped)
+                counted = (
+                    (
+                        "recovery_unreachable_blocks",
+                        "without its prefix, or of an unknown namespace",
+                    ),
+                    ("disk_trimmed_blocks", "beyond the limit"),
+                )
+                dropped |= {why: residency.counters[name] for name, why in counted if residency.counters[name]}
+                self.recovered = {"blocks": kept, "dropped": dropped, "seconds": recovery.seconds}
+                log.info("disk recovered blocks=%d seconds=%.2f dropped=%s", kept, recovery.seconds, dropped)
             self.cache = Cache(settings, self.residency, clock=self.clock)
             stack.push_async_callback(self._end_sessions)
             if earlier is not None:
-                dropped = sum(len(piece.pages) for piece in warm) + earlier.dropped - taken
-                self.recovered["taken_over"] = {"blocks": taken, "dropped": dropped}
+                told = sum(len(piece.pages) for piece in warm) + earlier.dropped
+                self.recovered["taken_over"] = {"blocks": taken, "dropped": told - taken}
             del warm
             if predecessor is not None:
                 for withheld in await predecessor.read_withheld():
@@ -169,7 +189,8 @@ class Daemon:
                 hbm.start(loop)
             self.transfer = await stack.enter_async_context(Transfer(self.residency))
             stack.push_async_callback(self._end_sessions)
-            self._listener = Listener(self.address.listener, lambda: Session(self))
+            listening = self.address.listen(settings.daemon.socket_mode, settings.daemon.socket_group)
+            self._listener = Listener(listening, lambda: Session(self))
             self._listener.start()
             stack.callback(self._listener.stop)
             ticker = asyncio.create_task(self._tick(), name="tick")
@@ -178,7 +199,8 @@ class Daemon:
             gc.collect()
             gc.freeze()
             log.info("serving socket=%s dram=%s", self.socket_path, format_bytes(dram.pool.capacity))
-            print(f"kvcascade {VERSION} serves on {self.socket_path}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # whoever started it may not listen any more, or the log's device be full
+                print(f"kvcascade {VERSION} serves on {self.socket_path}", file=sys.stderr, flush=True)
             self.supervisor.notify("READY=1", f"MAINPID={os.getpid()}")
             await self._stop.wait()
             if self.handover is not None:
@@ -294,23 +316,38 @@ class Daemon:
             log.info("dram %s", progress)
         self.residency.grew()
 
-    async def _open_disk(self, stack: AsyncExitStack) -> tuple[DiskTier | None, Any]:
+    async def _open_disk(self, stack: AsyncExitStack) -> tuple[Drives | None, Recovery | None]:
         disk = self._disk()
         if disk is None:
             return None, None
+        log.info("opening disk directories=%s", ",".join(map(str, self.settings.disk.directory)))
         recovery = await asyncio.get_running_loop().run_in_executor(None, disk.open)
         stack.push_async_callback(self._close_disk, disk)
         return disk, recovery
 
-    def _disk(self) -> DiskTier | None:
+    def _disk(self) -> Drives | None:
         settings = self.settings.disk
-        if settings.directory is None:
+        if not settings.directory:
             return None
-        whole = _file_system_bytes(settings.directory)
-        return DiskTier(settings.directory, bytes_of(settings.capacity, whole), threads=settings.threads)
+        drives = []
+        for directory in settings.directory:
+            whole = _file_system_bytes(directory)
+            drives.append(
+                DiskTier(
+                    directory,
+                    bytes_of(settings.capacity, whole),
+                    reserve=bytes_of(settings.reserve, whole),
+                    threads=settings.threads,
+                    discard_old=settings.old_format == "discard",
+                    folder=self._folder,
+                )
+            )
+        return Drives(drives)
 
-    async def _close_disk(self, disk: DiskTier) -> None:
-        await disk.close(max(1.0, self.settings.daemon.drain_deadline))
+    async def _close_disk(self, disk: Drives) -> None:
+        if not await disk.close(max(1.0, self.settings.daemon.drain_deadline)):
+            self.hung = True
+            log.error("a drive does not answer; ending without it reason=%s", disk.reason)
 
     def stop(self) -> None:
         """Begins the orderly end; from a signal handler."""
@@ -322,7 +359,7 @@ class Daemon:
         self.supervisor.notify("STOPPING=1")
         deadline = time.monotonic() + self.settings.daemon.drain_deadline
         self._listener.stop()
-        self.address.listener.close()
+        self.address.deafen()
         for session in list(self.sessions):
             session.send_event(protocol.EVENT_BYE, {"reason": "the daemon is ending"})
         # Half of the time for engines to commit what they are storing, the rest to write it down.
@@ -354,9 +391,9 @@ class Daemon:
             if not self._frozen:
                 self.cache.expire()
                 self.send_fences()
-            if self.draining and not any(a.reservations for a in self.cache.attachments.values()):
+            if self.draining and not self.cache.is_being_stored:
                 self._nothing_reserved.set()
-            if self.handing_over and not self.storing():
+            if self.handing_over and not self.cache.is_being_stored:
                 self._nothing_stored.set()
 
     def _feed_watchdog(self) -> None:
@@ -489,11 +526,6 @@ class Daemon:
             raise Refused(f"takeover: pid {self.handover.session.pid} is taking over already")
         self.handover.step(correlation, body)
 
-    def storing(self) -> bool:
-        """Whether slots are reserved that are still to be committed."""
-        reservations = [r for a in self.cache.attachments.values() for r in a.reservations.values()]
-        return any((reservation.state == Entry.OPEN).any() for reservation in reservations)
-
     def processes(self) -> Iterator[Session | Absent]:
         """All that are attached, and those that lost their sockets and are not known to have stopped writing."""
         yield from self.sessions
@@ -611,23 +643,33 @@ class _Address:
     Leaving the context gives the path up; `leave` leaves it to the daemon that has it now.
     """
 
-    def __init__(self, path: Path, lock: int, listener: socket.socket) -> None:
-        self.listener = listener
+    def __init__(self, path: Path, lock: int, listener: socket.socket | None = None) -> None:
         self._path = path
         self._lock = lock
-        self._left = False
+        self._listener = listener
 
     @classmethod
-    def take(cls, path: Path, mode: int, group: str) -> Self:
-        """The path, with a bound socket; a dead daemon's socket is swept away. ConfigError when it cannot be had."""
-        lock = _lock_path(path, _group_id(group))
+    def take(cls, path: Path, group: str) -> Self:
+        """The path's lock; ConfigError when the path cannot be had."""
+        self = cls(path, _lock_path(path, _group_id(group)))
         try:
-            address = cls(path, lock, _bind(path, mode, _group_id(group)))
-        except BaseException:
-            os.close(lock)
+            _require_unused(path)
+        except ConfigError:
+            self.leave()
             raise
-        address._write_pid()
-        return address
+        self._write_pid()
+        return self
+
+    def listen(self, mode: int, group: str) -> socket.socket:
+        """The listening socket, bound at first, in the place of a dead daemon's: with its final mode from then on."""
+        if self._listener is None:
+            self._listener = _bind(self._path, mode, _group_id(group))
+        return self._listener
+
+    def deafen(self) -> None:
+        """Who connects from now on is refused at once."""
+        if self._listener is not None:
+            self._listener.close()
 
     def sign(self, mode: int, group: str) -> None:
         """What was another daemon's is ours from here on: says so, and gives the socket the mode of our settings."""
@@ -646,32 +688,39 @@ class _Address:
 
     def descriptors(self) -> list[int]:
         """For the daemon that takes over: the lock, the listening socket. They stay ours, too, until `leave`."""
-        return [self._lock, self.listener.fileno()]
+        assert self._listener is not None
+        return [self._lock, self._listener.fileno()]
 
     def leave(self) -> None:
-        if not self._left:
-            self._left = True
-            self.listener.close()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        if self._lock != NO_DESCRIPTOR:
             os.close(self._lock)
+            self._lock = NO_DESCRIPTOR
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._left:
-            with suppress(FileNotFoundError):
-                self._path.unlink()
+        if self._listener is not None:
+            self._path.unlink(missing_ok=True)
         self.leave()
 
 
 def _lock_path(path: Path, group: int | None) -> int:
     directory = path.parent
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise ConfigError(f"daemon.socket: {path} is too long: a socket's path has at most {MAX_SOCKET_PATH} bytes")
+    _require_socket(path)
     try:
         if not directory.exists():
             directory.mkdir(mode=0o700, parents=True)
             if group is not None:
                 os.chown(directory, -1, group)
                 directory.chmod(0o750)
+        if reason := protocol.distrust(path):
+            raise ConfigError(f"daemon.socket: {reason}")
         lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"daemon.socket: {path} cannot be used: {error.strerror}") from error
@@ -699,14 +748,14 @@ def _wait_for_owner(path: Path) -> None:
 
 
 def _bind(path: Path, mode: int, group: int | None) -> socket.socket:
-    """A listening socket with its final mode from the first moment on."""
-    with suppress(FileNotFoundError):
-        path.unlink()
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    bound = False
     try:
+        path.unlink(missing_ok=True)
         before = os.umask(0o777 & ~mode)
         try:
             sock.bind(str(path))
+            bound = True
         finally:
             os.umask(before)
         if group is not None:
@@ -714,8 +763,32 @@ def _bind(path: Path, mode: int, group: int | None) -> socket.socket:
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
+        if bound:
+            path.unlink(missing_ok=True)
         raise ConfigError(f"daemon.socket: {path} cannot be used: {error}") from error
     return sock
+
+
+def _require_socket(path: Path) -> None:
+    """ConfigError where something lies at the path that is no socket: it is not ours to replace."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return  # nothing there, or told when it is to be used
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"daemon.socket: {path} exists and is no socket; name another path")
+
+
+def _require_unused(path: Path) -> None:
+    """ConfigError where somebody listens at the path: no daemon of ours, since we hold its lock."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:
+            pass  # its backlog is full
+        except OSError:
+            return
+    raise ConfigError(f"daemon.socket: another program listens at {path}; name another path")
 
 
 def _group_id(group: str) -> int | None:
@@ -730,25 +803,44 @@ def _group_id(group: str) -> int | None:
 def _file_system_bytes(directory: Path) -> int:
     """Size of the file system that holds a directory, or will hold it once it is made."""
     there = directory
-    while not there.exists() and there != there.parent:
+    # Not Path.exists, which raises where a folder may not be entered; the tier says so when it makes the directory.
+    while not os.path.exists(there) and there != there.parent:  # noqa: PTH110
         there = there.parent
-    stat = os.statvfs(there)
-    return stat.f_blocks * stat.f_frsize
+    found = os.statvfs(there)
+    return found.f_blocks * found.f_frsize
 
 
-def run(settings: Settings, *, takeover: bool = False) -> int:
+def _raise_descriptor_limit(sessions: int) -> None:
+    """Takes as many descriptors as the hard limit allows: a session costs two, and the usual soft limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS + DESCRIPTORS_PER_SESSION * sessions
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < wanted:
+        log.warning("limits.sessions: %d need %d descriptors, RLIMIT_NOFILE is %d", sessions, wanted, soft)
+
+
+def run(settings: Settings, folder: Callable[[Path], Folder] = Folder, *, takeover: bool = False) -> int:
     """Serves until SIGTERM or SIGINT, or until another daemon has taken over; the exit code."""
 
     async def main() -> None:
-        daemon = Daemon(settings, supervisor=Supervisor())
+        daemon = Daemon(settings, supervisor=Supervisor(), folder=folder)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, daemon.stop)
         await daemon.serve(takeover=takeover)
+        if daemon.hung:
+            # Tasks that wait for the device cannot be cancelled, since it may still write to their memory.
+            logging.shutdown()
+            sys.stderr.flush()
+            os._exit(0)
 
     # Disk and copy threads hold the GIL for moments only; the loop must not wait 5 ms for its turn (measured: a p99 of
     # 9 ms became 33 us).
     sys.setswitchinterval(0.0005)
+    _raise_descriptor_limit(settings.limits.sessions)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
     return 0

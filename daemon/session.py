@@ -8,6 +8,7 @@ by a pidfd: a closed socket may leave a live process in the middle of a copy, a 
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -83,10 +84,17 @@ class Session(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are asyncio.Transport in all but their bases.
         self._transport = cast(asyncio.Transport, transport)
-        with self._socket() as sock:
-            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            self.pid, self.uid, _ = struct.unpack("iII", credentials)
-            self.pidfd = _peer_pidfd(sock, self.pid)
+        try:
+            with self._socket() as sock:
+                credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                self.pid, self.uid, _ = struct.unpack("iII", credentials)
+                self.pidfd = _peer_pidfd(sock, self.pid)
+        except OSError as error:
+            # Out of descriptors. Whoever it is finds no daemon, as one whose connection cannot even be accepted does.
+            self._daemon.counters["connections_lost"] += 1
+            log.warning("connection refused reason=%s", error.strerror)
+            self.kill()
+            return
         try:
             self._daemon.enter(self)
         except Refused as error:
@@ -458,11 +466,16 @@ def _slots(slots: Slots) -> dict[str, Any]:
 
 
 def _peer_pidfd(sock: socket.socket, pid: int) -> int | None:
-    """A pidfd of the process at the other end, or None where the kernel gives none. The caller closes it."""
+    """A pidfd of the process at the other end, or None where the kernel gives none. The caller closes it.
+
+    OSError when there are no descriptors left.
+    """
     try:
         return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
-    except OSError:
-        pass  # before Linux 6.5, or the process is gone
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        # Before Linux 6.5, or the process is gone.
     if pid <= 0:
         return None
     try:

@@ -5,6 +5,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvcascade.config import VERSION
+from kvcascade.config.settings import format_bytes
+from kvcascade.tiers.disk import slot_size
 from kvcascade.tiers.slots import PooledMemory
 
 from .protocol import Tier
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
     from .server import Daemon
 
 OLDEST = 5
+# So that the reply stays below what a frame may hold (protocol.MAX_ITEMS) with limits.sessions sessions.
+MOST_NAMESPACES = 512
+MOST_PROBLEMS = 50
 
 
 def describe(daemon: "Daemon") -> dict[str, Any]:
@@ -22,6 +27,7 @@ def describe(daemon: "Daemon") -> dict[str, Any]:
     leases = [lease for attachment in cache.attachments.values() for lease in attachment.leases.values()]
     leases.sort(key=lambda lease: lease.created)
     now = daemon.clock()
+    problems = _problems(daemon, tiers)
     return {
         "version": VERSION,
         "boot": daemon.boot.hex(),
@@ -32,7 +38,8 @@ def describe(daemon: "Daemon") -> dict[str, Any]:
         "hash_algo": daemon.settings.daemon.hash_algo,
         "key_scheme": daemon.settings.daemon.key_scheme,
         "socket": str(daemon.socket_path),
-        "problems": _problems(daemon, tiers),
+        "problems": problems[:MOST_PROBLEMS]
+        + ([f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []),
         "tiers": tiers,
         "sessions": _sessions(daemon, now),
         "namespaces": _namespaces(daemon),
@@ -107,17 +114,28 @@ def _sessions(daemon: "Daemon", now: float) -> list[dict[str, Any]]:
 
 
 def _namespaces(daemon: "Daemon") -> list[dict[str, Any]]:
+    """Those that an engine uses or that hold most blocks: weights that are trained have been in thousands."""
     residency = daemon.residency
+    used = {attachment.spaces[0].fingerprint for attachment in daemon.cache.attachments.values()}
     namespaces: dict[bytes, dict[str, Any]] = {}
-    for space in residency.spaces:
-        blocks = residency.blocks_of(space)
+    counts = zip(residency.blocks_by_space(), residency.blocks_by_space(Tier.DISK), strict=True)
+    for space, (blocks, on_disk) in zip(residency.spaces, counts, strict=True):
+        if not blocks and space.fingerprint not in used:
+            continue
         one = namespaces.setdefault(
             space.fingerprint,
-            {"fingerprint": space.fingerprint.hex(), "fields": space.namespace.to_map(), "blocks": 0, "bytes": 0},
+            {
+                "fingerprint": space.fingerprint.hex(),
+                "fields": space.namespace.to_map(),
+                **dict.fromkeys(("blocks", "bytes", "disk_blocks", "disk_bytes"), 0),
+            },
         )
         one["blocks"] += blocks
         one["bytes"] += blocks * space.block_bytes
-    return list(namespaces.values())
+        one["disk_blocks"] += on_disk
+        one["disk_bytes"] += on_disk * slot_size(space.slot_bytes)
+    order = sorted(namespaces, key=lambda fingerprint: (fingerprint not in used, -namespaces[fingerprint]["blocks"]))
+    return [namespaces[fingerprint] for fingerprint in order[:MOST_NAMESPACES]]
 
 
 def _problems(daemon: "Daemon", tiers: list[dict[str, Any]]) -> list[str]:
@@ -125,12 +143,15 @@ def _problems(daemon: "Daemon", tiers: list[dict[str, Any]]) -> list[str]:
     for tier in tiers:
         if tier["state"] == "sick":
             problems.append(f"tier {tier['name']} is sick: {tier['reason']}")
+        for drive in tier.get("drives", ()):
+            if drive["limit"] < drive["capacity"]:
+                problems.append(
+                    f"disk.capacity {format_bytes(drive['capacity'])} is more than {drive['directory']} can give: "
+                    f"its file system leaves {format_bytes(drive['limit'])} above disk.reserve"
+                )
     if daemon.draining:
         problems.append("the daemon is ending")
     cache = daemon.cache
-    namespaces = {a.spaces[0].fingerprint: a.spaces[0].namespace for a in cache.attachments.values()}
-    for fingerprint, namespace in namespaces.items():
-        problems += [f"namespace {fingerprint.hex()[:12]}: {text}" for text in daemon.differences(namespace)]
     counters = daemon.residency.counters
     if counters["hash_collisions"]:
         problems.append(
@@ -145,4 +166,7 @@ def _problems(daemon: "Daemon", tiers: list[dict[str, Any]]) -> list[str]:
         problems.append(
             f"{quarantined} bytes are quarantined for late writers ({daemon.lost_sessions} of them without a socket)"
         )
+    namespaces = {a.spaces[0].fingerprint: a.spaces[0].namespace for a in cache.attachments.values()}
+    for fingerprint, namespace in namespaces.items():
+        problems += [f"namespace {fingerprint.hex()[:12]}: {text}" for text in daemon.differences(namespace)]
     return problems

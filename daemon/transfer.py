@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -32,6 +33,8 @@ CLEANERS = 2  # so that the disk writes one batch while the journal record of an
 IDLE_S = 0.01  # the cleaner looks at most this often: commits come by the hundred
 PAUSE_S = 0.002  # how often a pause looks whether all has ended
 END_S = 5.0  # for what is in flight at the end
+ANSWER_S = 10.0  # a cleaner waits so long for a batch, then leaves it to itself and goes on with the next
+WATCH_S = 1.0  # how often each drive is looked at
 STALLED_S = 1.0  # and this seldom while what is dirty is pinned or the disk takes nothing
 READ_BATCH_BYTES = 16 << 20  # so that the first blocks of a long prefix come up before the last
 
@@ -46,6 +49,8 @@ class Transfer:
         self._grew = asyncio.Event()  # set for a moment when a slab comes online
         self._flights: dict[int, asyncio.Task[list[str | None]]] = {}  # row → what brings it up from disk
         self._cleaners: list[asyncio.Task[None]] = []
+        self._demotions: set[asyncio.Task[Mask]] = set()
+        self._watches: list[asyncio.Task[None]] = []
         self._copiers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvcascade-copy")
         self._closing = False
         self._paused = False
@@ -54,15 +59,19 @@ class Transfer:
         residency.grew = self._tell_growth
 
     async def __aenter__(self) -> Self:
-        self._cleaners = [asyncio.create_task(self._clean(), name=f"cleaner {n}") for n in range(CLEANERS)]
+        drives = 0 if self._residency.disk is None else len(self._residency.disk)
+        # A drive that hangs keeps its batches, but never all cleaners.
+        cleaners = CLEANERS * max(1, drives)
+        self._cleaners = [asyncio.create_task(self._clean(), name=f"cleaner {n}") for n in range(cleaners)]
+        self._watches = [asyncio.create_task(self._watch(n), name=f"watch of drive {n}") for n in range(drives)]
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._closing = True
         self._residency.wake = self._residency.grew = lambda: None
-        for cleaner in self._cleaners:
-            cleaner.cancel()
-        tasks: set[asyncio.Task[Any]] = {*self._cleaners, *self._flights.values()}
+        for task in (*self._cleaners, *self._watches, *self._demotions):
+            task.cancel()
+        tasks: set[asyncio.Task[Any]] = {*self._cleaners, *self._watches, *self._demotions, *self._flights.values()}
         # A device that does not answer must not keep the process from ending.
         hung = (await asyncio.wait(tasks, timeout=END_S))[1]
         if hung:
@@ -98,8 +107,7 @@ class Transfer:
             try:
                 demotion = self._residency.plan_demotion()
                 if demotion is not None:
-                    await self.demote(demotion)
-                    worked = True
+                    worked |= await self._demote_in_time(demotion)
                     continue
                 move = self._residency.plan_move()
                 if move is None:
@@ -111,20 +119,54 @@ class Transfer:
                 return False
 
     async def demote(self, plan: Demotion) -> bool:
-        """Copies a batch down and reports it; whether anything arrived."""
-        done: Mask = np.zeros(len(plan.rows), dtype=np.bool_)
+        """Copies a batch down and reports it; whether anything arrived. Cancelled, it ends only when that has ended."""
+        parts = self._begin(plan)
         try:
-            if plan.source is Tier.HBM:
-                await self._copy_to_dram(plan)
-                done[:] = True
-            else:
-                disk = self._residency.disk
-                assert disk is not None
-                reasons = await disk.write(self._write_jobs(plan))
-                done = np.array([reason is None for reason in reasons], dtype=np.bool_)
-        finally:
-            self._residency.demoted(plan, done)
-        return bool(done.any())
+            await asyncio.wait(parts)
+        except asyncio.CancelledError:
+            for part in parts:
+                part.cancel()
+            await outlast(parts)
+            raise
+        arrived = [bool(part.result().any()) for part in parts]
+        return any(arrived)
+
+    async def _demote_in_time(self, plan: Demotion) -> bool:
+        """Copies a batch down; whether anything arrived within ANSWER_S. What is late goes on, and reports itself."""
+        parts = self._begin(plan)
+        self._work.set()  # there may be more, for the next cleaner
+        done, late = await asyncio.wait(parts, timeout=ANSWER_S)
+        if late:
+            log.error("batches are late count=%d", len(late))
+        arrived = [bool(part.result().any()) for part in done if not part.cancelled()]
+        return any(arrived)
+
+    def _begin(self, plan: Demotion) -> "list[asyncio.Task[Mask]]":
+        """One task for each drive, so that a slow one holds up nothing but its own."""
+        disk = self._residency.disk
+        tasks = []
+        for at in [slice(None)] if disk is None or plan.source is Tier.HBM else disk.by_drive(plan.targets):
+            part = replace(plan, rows=plan.rows[at], pages=plan.pages[at], targets=plan.targets[at])
+            task = asyncio.create_task(self._copy_down(part), name="demotion")
+            # Not by the task itself: one that is cancelled before it begins would report nothing.
+            task.add_done_callback(partial(self._demoted, part))
+            self._demotions.add(task)
+            tasks.append(task)
+        return tasks
+
+    def _demoted(self, plan: Demotion, task: "asyncio.Task[Mask]") -> None:
+        self._demotions.discard(task)
+        whole = not task.cancelled() and task.exception() is None
+        self._residency.demoted(plan, task.result() if whole else np.zeros(len(plan.rows), dtype=np.bool_))
+
+    async def _copy_down(self, plan: Demotion) -> Mask:
+        if plan.source is Tier.HBM:
+            await self._copy_to_dram(plan)
+            return np.ones(len(plan.rows), dtype=np.bool_)
+        disk = self._residency.disk
+        assert disk is not None
+        reasons = await disk.write(self._write_jobs(plan))
+        return np.array([reason is None for reason in reasons], dtype=np.bool_)
 
     async def _copy_to_dram(self, plan: Demotion) -> None:
         hbm, dram = self._residency.hbm, self._residency.dram
@@ -177,7 +219,7 @@ class Transfer:
         """Copies down everything that is dirty, newest chains and their heads first; for an orderly end."""
         while not self._closing:
             plan = self._residency.plan_demotion(everything=True)
-            if plan is None or not await self.demote(plan):
+            if plan is None or not await self._demote_in_time(plan):
                 return
 
     async def pause(self, timeout: float) -> bool:
@@ -201,6 +243,21 @@ class Transfer:
         self._paused = False
         self._work.set()
 
+    async def _watch(self, drive: int) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            disk = self._residency.disk
+            if disk is None or self._paused:  # another daemon has the directories
+                continue
+            was_writable = disk.writable
+            try:
+                await disk.watch(drive)
+                self._residency.trim_disk()
+            except Exception:
+                log.exception("watching failed drive=%d", drive)
+            if disk.writable and not was_writable:
+                self._residency.wake()
+
     # ---- up
 
     def promote(self, space: Space, rows: U32) -> None:
@@ -211,13 +268,16 @@ class Transfer:
         if plan is None:
             return
         batch = max(1, READ_BATCH_BYTES // space.slot_bytes)
-        for start in range(0, len(plan.rows), batch):
-            part = slice(start, start + batch)
-            piece = Promotion(space, plan.rows[part], plan.slots[part], plan.pages[part])
-            flight = asyncio.create_task(self._read(piece), name="promotion")
-            # Not by the task itself: one that is cancelled before it begins would report nothing.
-            flight.add_done_callback(partial(self._promoted, piece))
-            self._flights.update((row, flight) for row in piece.rows.tolist())
+        disk = self._residency.disk
+        assert disk is not None
+        for part in disk.by_drive(plan.slots):
+            for start in range(0, len(part), batch):
+                at = part[start : start + batch]
+                piece = Promotion(space, plan.rows[at], plan.slots[at], plan.pages[at])
+                flight = asyncio.create_task(self._read(piece), name="promotion")
+                # Not by the task itself: one that is cancelled before it begins would report nothing.
+                flight.add_done_callback(partial(self._promoted, piece))
+                self._flights.update((row, flight) for row in piece.rows.tolist())
 
     async def _read(self, plan: Promotion) -> list[str | None]:
         disk = self._residency.disk

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ class DaemonProcess:
         self.log = directory / "daemon.log"
         self.flags = {"--socket": str(self.socket), "--dram": "64MiB", "--dram-slab": "4MiB", "--disk": str(self.disk),
                       "--disk-size": "256MiB", **flags}  # fmt: skip
+        self.command: list[str | Path] = [KVCASCADE, "serve"]
         self.process: subprocess.Popen[bytes] | None = None
         # For a supervisor's part: what stands before the command, variables and descriptors beside the usual ones.
         self.wrapper: list[str] = []
@@ -57,7 +58,7 @@ class DaemonProcess:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVCASCADE_")}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*self.wrapper, KVCASCADE, "serve", *arguments],
+                [*self.wrapper, *self.command, *arguments],
                 stderr=log,
                 stdout=log,
                 env=environment | self.environment,
@@ -122,11 +123,12 @@ class DaemonProcess:
 def _daemons() -> Iterator[Callable[..., DaemonProcess]]:
     daemons: list[DaemonProcess] = []
 
-    def start(**flags: str) -> DaemonProcess:
+    def start(command: Sequence[str | Path] = (), **flags: str) -> DaemonProcess:
         # A short path: a unix socket's may have 107 bytes.
         directory = Path(tempfile.mkdtemp(prefix="kvc-"))
         daemon = DaemonProcess(directory, {f"--{name.replace('_', '-')}": value for name, value in flags.items()})
         daemons.append(daemon)
+        daemon.command = list(command) or daemon.command
         daemon.start()
         return daemon
 

@@ -98,7 +98,9 @@ def test_a_package_imports_only_what_it_may(file: str) -> None:
             # `from kvcascade.config import VERSION` names the package itself; its __init__ holds nothing else.
             assert allowed(module, OURS[package]) or module == "config", f"{file} imports {one.name}"
             if package == "tiers" and module in MEDIA:
-                assert file == f"{module.replace('.', '/')}.py", f"{file} knows another tier: {one.name}"
+                own = f"{module.replace('.', '/')}.py"
+                # drives.py is the disk tier too: several of what disk.py knows one of.
+                assert file in (own, own.replace("disk", "drives")), f"{file} knows another tier: {one.name}"
         elif ours not in sys.stdlib_module_names and one.name != "_typeshed":
             here = OTHERS[package] | {other for other, files in ONLY_IN.items() if file in files}
             assert ours in here, f"{file} imports {one.name}"

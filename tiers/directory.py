@@ -4,9 +4,11 @@ The rule: a directory that is not plainly ours, of our version and free is refus
 `disk.directory`, before anything in it is touched.
 """
 
+import errno
 import fcntl
 import mmap
 import os
+import re
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -19,13 +21,33 @@ import numpy.typing as npt
 
 from kvcascade.config.errors import ConfigError, TierUnavailable
 
-from .journal import Journal, Replay, write_durably
-from .slabfile import HASH_BYTES, PAGE, ReadJob, Scratch, errno_name, names, read_slots, unpack_header
+from .folder import Folder, read_whole, write_durably
+from .journal import RECORD, Journal, Replay, namespace_tag, put_record
+from .slabfile import (
+    HASH_BYTES,
+    PAGE,
+    ReadJob,
+    Scratch,
+    claims,
+    errno_name,
+    read_slots,
+    slot_size,
+    unpack_header,
+)
 
 U32 = npt.NDArray[np.uint32]
 
 FORMAT_VERSION: Final = 1
 DIRECT: Final = "direct"
+_OURS: Final = re.compile(r"slab-\d+\.dat|(journal|snapshot)-\d{8}|namespace-[0-9a-f]{64}")
+
+
+class OldFormat(ConfigError):
+    """A directory that an earlier version wrote, of format `version`."""
+
+    def __init__(self, text: str, version: int) -> None:
+        super().__init__(text)
+        self.version = version
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,13 +61,23 @@ class Located:
     dropped: Counter[str]
 
 
-def locate(directory: Path, replay: Replay) -> Located:
+def slab_name(slot_bytes: int) -> str:
+    return f"slab-{slot_bytes}.dat"
+
+
+def slab_files(folder: Folder) -> dict[int, str]:
+    """Names of the slab files by slot size."""
+    found = {}
+    for name in folder.names():
+        number = name.removeprefix("slab-").removesuffix(".dat")
+        if number.isdecimal() and name == slab_name(int(number)) and int(number) % PAGE == 0 and int(number) > PAGE:
+            found[int(number)] = name
+    return found
+
+
+def locate(folder: Folder, replay: Replay) -> Located:
     dropped = Counter(replay.dropped)
-    sizes = {}
-    for path in directory.glob("slab-*.dat"):
-        number = path.name.removeprefix("slab-").removesuffix(".dat")
-        if number.isdecimal() and int(number) % PAGE == 0 and int(number) > PAGE:
-            sizes[int(number)] = path.stat().st_size
+    sizes = {slot_bytes: folder.stat(name).st_size for slot_bytes, name in slab_files(folder).items()}
     records = replay.records
 
     def drop(bad: npt.NDArray[np.bool_], reason: str) -> None:
@@ -89,21 +121,41 @@ def _older_copies(records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
 
 
 def make_directory(directory: Path) -> None:
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"disk.directory {directory} is not a directory; name one, it is made if need be")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise ConfigError(f"disk.directory {directory} is not a directory; name one, it is made if need be") from error
     except OSError as error:
         raise ConfigError(f"disk.directory {directory} cannot be made: {error.strerror}") from error
     if not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(f"disk.directory {directory} is not writable for user {os.geteuid()}")
 
 
-def lock(directory: Path) -> int:
-    """Take the directory's lock, whose owner is this process until the descriptor is closed."""
+def open_folder(directory: Path, folder: Callable[[Path], Folder] = Folder) -> Folder:
     try:
-        fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return folder(directory)
     except OSError as error:
+        if not _is_refusal(error):
+            raise
+        raise ConfigError(f"disk.directory {directory} cannot be opened: {error.strerror}") from error
+
+
+def _is_refusal(error: OSError) -> bool:
+    """Whether the operator can help, rather than the device be waited for."""
+    return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.ENOLCK)
+
+
+def lock(folder: Folder) -> int:
+    """Take the directory's lock, whose owner is this process until the descriptor is closed.
+
+    Raises ConfigError, and OSError when it is the device that fails.
+    """
+    directory = folder.path
+    try:
+        fd = folder.open("lock", os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        if not _is_refusal(error):
+            raise
         raise ConfigError(f"disk.directory {directory} is not writable: {error.strerror}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,36 +169,48 @@ def lock(directory: Path) -> int:
         ) from error
     except OSError as error:
         os.close(fd)
+        if not _is_refusal(error):
+            raise
         raise ConfigError(f"disk.directory {directory} cannot be locked: {error.strerror}") from error
     return fd
 
 
-def read_format(directory: Path, *, create: bool) -> bytes:
-    """The id of a directory of our format; an empty one becomes such a directory if `create`."""
-    path = directory / "format"
+def read_format(folder: Folder, *, create: bool) -> bytes:
+    """The id of a directory of our format; an empty one becomes such a directory if `create`.
+
+    Raises OldFormat for one that an earlier version wrote, ConfigError for what is not ours, and OSError when it is the
+    device that fails.
+    """
+    directory = folder.path
     try:
-        with path.open("rb") as file:
-            text = file.read(PAGE).decode("ascii", "replace")
+        text = read_whole(folder, "format", PAGE).decode("ascii", "replace")
     except FileNotFoundError:
         strangers = sorted(
-            entry.name
-            for entry in directory.iterdir()
-            if entry.name not in ("lock", "lost+found") and not entry.name.endswith(".tmp")
+            name for name in folder.names() if name not in ("lock", "lost+found") and not name.endswith(".tmp")
         )
         if strangers or not create:
             what = f"holds {strangers[0]!r} but no file 'format'" if strangers else "has no file 'format'"
             raise ConfigError(f"disk.directory {directory} is not kvcascade's: it {what}; name an empty one") from None
         identity = uuid.uuid4().bytes
-        write_durably(path, f"kvcascade disk {FORMAT_VERSION}\npage {PAGE}\nid {identity.hex()}\n".encode())
+        write_durably(folder, "format", f"kvcascade disk {FORMAT_VERSION}\npage {PAGE}\nid {identity.hex()}\n".encode())
         return identity
     except OSError as error:
+        if not _is_refusal(error):
+            raise
         raise ConfigError(f"disk.directory {directory}: 'format' cannot be read: {error.strerror}") from error
     lines = text.splitlines()
     if len(lines) != 3 or not lines[0].startswith("kvcascade disk "):
         raise ConfigError(f"disk.directory {directory}: 'format' is damaged; empty the directory to start afresh")
+    version = lines[0].removeprefix("kvcascade disk ")
+    if version.isdecimal() and int(version) < FORMAT_VERSION:
+        raise OldFormat(
+            f"disk.directory {directory} has format {version}, of an earlier version; this one reads {FORMAT_VERSION}:"
+            " empty the directory, name another, or set disk.old_format = discard",
+            int(version),
+        )
     if lines[0] != f"kvcascade disk {FORMAT_VERSION}" or lines[1] != f"page {PAGE}":
         raise ConfigError(
-            f"disk.directory {directory} has format {lines[0].removeprefix('kvcascade disk ')!r}, {lines[1]!r}; this"
+            f"disk.directory {directory} has format {version!r}, {lines[1]!r}; this"
             f" version reads {FORMAT_VERSION}, 'page {PAGE}': empty the directory or name another"
         )
     try:
@@ -158,31 +222,34 @@ def read_format(directory: Path, *, create: bool) -> bytes:
     return identity
 
 
-def probe_direct(directory: Path) -> str:
+def discard_content(folder: Folder) -> int:
+    """Remove all that a version of kvcascade keeps in a directory, `format` last; returns the number of slab files,
+    segments and snapshots."""
+    ours = [name for name in folder.names() if _OURS.fullmatch(name)]
+    for name in ours:
+        folder.unlink(name)
+    folder.sync()
+    folder.unlink("format")
+    folder.sync()
+    return sum(not name.startswith("namespace-") for name in ours)
+
+
+def probe_direct(folder: Folder) -> str:
     """DIRECT if the file system takes aligned direct IO, else "buffered: why"."""
-    path = directory / "probe.tmp"
     page = mmap.mmap(-1, PAGE)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+        fd = folder.open("probe.tmp", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
         try:
-            if os.pwrite(fd, page, 0) != PAGE or os.preadv(fd, [page], 0) != PAGE:
+            if folder.write(fd, [memoryview(page)], 0) != PAGE or folder.read(fd, [memoryview(page)], 0) != PAGE:
                 return "buffered: short direct IO"
         finally:
-            os.close(fd)
+            folder.close_file(fd)
     except OSError as error:
         return f"buffered: direct IO gave {errno_name(error)}"
     finally:
         page.close()
-        path.unlink(missing_ok=True)
+        folder.unlink("probe.tmp")
     return DIRECT
-
-
-def default_capacity(directory: Path, share: float = 0.5) -> int:
-    """Limit where the operator named none: a share of what the file system has left or this directory already uses."""
-    existing = next(parent for parent in (directory, *directory.absolute().parents) if parent.exists())
-    figures = os.statvfs(existing)
-    ours = sum(path.stat().st_blocks * 512 for path in directory.glob("slab-*.dat"))
-    return int((figures.f_bavail * figures.f_frsize + ours) * share) // PAGE * PAGE
 
 
 # -- offline
@@ -194,6 +261,7 @@ class DirectoryReport:
 
     `blocks`, `disk_bytes`: what the records name, and what its slots take. `verified`: blocks whose slots prove them.
     `damaged`: reason → blocks whose slots do not, each a miss when it is read; `examples` names some of them.
+    `repaired`: what was done about it, in words; empty unless a repair was asked for and needed.
     """
 
     blocks: int
@@ -203,6 +271,7 @@ class DirectoryReport:
     verified: int
     damaged: dict[str, int]
     examples: list[str]
+    repaired: list[str]
 
     @property
     def ok(self) -> bool:
@@ -211,40 +280,75 @@ class DirectoryReport:
         return not self.damaged and not lost
 
 
-def check_directory(path: Path, *, deep: bool, progress: Callable[[int, int], None] | None = None) -> DirectoryReport:
-    """Verify a directory that no daemon uses; changes nothing in it.
+def check_directory(
+    path: Path, *, deep: bool, repair: bool = False, progress: Callable[[int, int], None] | None = None
+) -> DirectoryReport:
+    """Verify a directory that no daemon uses; changes nothing in it unless `repair`.
 
     Reads records and slot headers; `deep` reads payloads too and compares every checksum. `progress(done, total)` in
-    blocks. Raises ConfigError for a directory that is not kvcascade's or is in use, naming the process.
+    blocks. `repair` writes the records anew, without those that prove false: the report tells what was found before.
+    Where records were lost it also looks through all slots, and takes back each block that proves itself whole; among
+    them may be blocks that had been evicted, which are as true as the others. A crash in a repair leaves the directory
+    as it was or repaired. Raises ConfigError for a directory that is not kvcascade's or is in use, naming the process.
     """
     directory = Path(path)
     if not directory.is_dir():
         raise ConfigError(f"disk.directory {directory} is not a directory")
-    if not (directory / "format").exists():
-        read_format(directory, create=False)
-    held = lock(directory)
     try:
-        identity = read_format(directory, create=False)
+        folder = open_folder(directory)
         try:
-            located = locate(directory, Journal(directory, identity).replay())
-            return _verify(directory, located, deep, progress)
-        except OSError as error:
-            raise TierUnavailable(f"disk.directory {directory}: {error.strerror or error}") from error
-    finally:
-        os.close(held)
+            if "format" not in folder.names():
+                read_format(folder, create=False)
+            held = lock(folder)
+            try:
+                journal = Journal(folder, read_format(folder, create=False))
+                return _examine(folder, journal, deep, repair, progress)
+            finally:
+                os.close(held)
+        finally:
+            folder.close()
+    except OSError as error:
+        raise TierUnavailable(f"disk.directory {directory}: {error.strerror or error}") from error
+
+
+def _examine(
+    folder: Folder, journal: Journal, deep: bool, repair: bool, progress: Callable[[int, int], None] | None
+) -> DirectoryReport:
+    replay = journal.replay()
+    located = locate(folder, replay)
+    records = located.records
+    reasons = _verify(folder, located, deep, progress)
+    bad = np.array(sorted(reasons), dtype=np.intp)
+    repaired = []
+    if repair and (reasons or located.dropped or any(name.endswith(".tmp") for name in folder.names())):
+        repaired = _repair(folder, journal, replay, located, bad)
+    examples = [
+        f"{slab_name(int(records['pages'][row]) * PAGE)} slot {int(records['index'][row])}: {reasons[row]}"
+        for row in bad[:20].tolist()
+    ]
+    return DirectoryReport(
+        blocks=len(records),
+        disk_bytes=int(records["pages"].astype(np.int64).sum()) * PAGE,
+        namespaces=located.namespaces,
+        dropped=dict(located.dropped),
+        verified=len(records) - len(reasons),
+        damaged=dict(Counter(reasons.values())),
+        examples=examples,
+        repaired=repaired,
+    )
 
 
 def _verify(
-    directory: Path, located: Located, deep: bool, progress: Callable[[int, int], None] | None
-) -> DirectoryReport:
-    records, damaged, examples = located.records, Counter[str](), list[str]()
+    folder: Folder, located: Located, deep: bool, progress: Callable[[int, int], None] | None
+) -> dict[int, str]:
+    """Why a record's slot does not hold its block, by row."""
+    records, reasons = located.records, dict[int, str]()
     scratch = Scratch()
     done = 0
     for slot_bytes in located.sizes:
         rows = np.flatnonzero(records["pages"] == slot_bytes // PAGE)
         rows = rows[np.argsort(records["index"][rows])]
-        path = directory / f"slab-{slot_bytes}.dat"
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = folder.open(slab_name(slot_bytes), os.O_RDONLY)
         buffer = np.empty(slot_bytes - PAGE, dtype=np.uint8)
         try:
             for row in rows.tolist():
@@ -252,39 +356,85 @@ def _verify(
                 index, length = int(record["index"]), int(record["length"])
                 fingerprint = located.namespaces[int(located.ns[row])][0]
                 job = ReadJob(0, fingerprint, record["hash"].tobytes(), int(record["group"]), length, buffer[:length])
-                reason = _verify_slot(fd, index * slot_bytes, job, deep, scratch)
+                reason = _verify_slot(folder, fd, index * slot_bytes, job, deep, scratch)
                 if deep:
                     # A whole directory would push everything else out of the page cache.
                     os.posix_fadvise(fd, index * slot_bytes, slot_bytes, os.POSIX_FADV_DONTNEED)
                 if reason is not None:
-                    damaged[reason] += 1
-                    if len(examples) < 20:
-                        examples.append(f"{path.name} slot {index}: {reason}")
+                    reasons[row] = reason
                 done += 1
                 if progress is not None and (done % 64 == 0 or done == len(records)):
                     progress(done, len(records))
         finally:
-            os.close(fd)
-    return DirectoryReport(
-        blocks=len(records),
-        disk_bytes=int(records["pages"].astype(np.int64).sum()) * PAGE,
-        namespaces=located.namespaces,
-        dropped=dict(located.dropped),
-        verified=len(records) - sum(damaged.values()),
-        damaged=dict(damaged),
-        examples=examples,
-    )
+            folder.close_file(fd)
+    return reasons
 
 
-def _verify_slot(fd: int, offset: int, job: ReadJob, deep: bool, scratch: Scratch) -> str | None:
+def _verify_slot(folder: Folder, fd: int, offset: int, job: ReadJob, deep: bool, scratch: Scratch) -> str | None:
     if deep:
-        return read_slots(fd, offset, [job], False, scratch)[0]
+        return read_slots(folder, fd, offset, [job], False, scratch)[0]
+    failure = _read_page(folder, fd, offset, scratch)
+    claim = claims(scratch.headers[0], job) if failure is None else failure
+    return claim if isinstance(claim, str) else None
+
+
+def _read_page(folder: Folder, fd: int, offset: int, scratch: Scratch) -> str | None:
+    """Read a slot's header page; why it could not be read."""
     try:
-        if os.preadv(fd, [scratch.headers[0]], offset) != PAGE:
-            return "short read"
+        return None if folder.read(fd, [scratch.headers[0]], offset) == PAGE else "short read"
     except OSError as error:
         return errno_name(error)
-    header = unpack_header(scratch.headers[0])
-    if isinstance(header, str):
-        return header
-    return None if names(header, job) else "foreign key"
+
+
+def _repair(folder: Folder, journal: Journal, replay: Replay, located: Located, bad: npt.NDArray[np.intp]) -> list[str]:
+    """Write the records that hold anew, sweep the rest; what was done, in words."""
+    done = []
+    keep = np.delete(located.records, bad)
+    if len(bad):
+        done.append(f"{len(bad)} damaged blocks forgotten")
+    lost = {reason: count for reason, count in located.dropped.items() if reason != "older copy"}
+    if any("record" in reason or reason.startswith(("unreadable", "torn")) for reason in lost):
+        found = _unrecorded(folder, replay, located, keep)
+        if len(found):
+            keep = np.concatenate([keep, found])
+            done.append(f"{len(found)} blocks without a record taken back")
+    journal.rewrite(keep)
+    journal.forget_namespaces({replay.namespaces[int(tag)][0] for tag in np.unique(keep["namespace"])})
+    for name in folder.names():
+        if name.endswith(".tmp"):
+            folder.unlink(name)
+            done.append(f"left-over {name} removed")
+    done += [f"{count} records dropped for good: {reason}" for reason, count in located.dropped.items()]
+    return done
+
+
+def _unrecorded(folder: Folder, replay: Replay, located: Located, keep: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """Records for blocks that no record names, and that their slots prove whole."""
+    fingerprints = {entry[0] for entry in replay.namespaces.values()}
+    known = {(int(r["namespace"]), int(r["group"]), r["hash"].tobytes()) for r in keep}
+    found = bytearray()
+    scratch = Scratch()
+    for slot_bytes, size in located.sizes.items():
+        named = set(keep["index"][keep["pages"] == slot_bytes // PAGE].tolist())
+        buffer = np.empty(slot_bytes - PAGE, dtype=np.uint8)
+        fd = folder.open(slab_name(slot_bytes), os.O_RDONLY)
+        try:
+            for index in range(size // slot_bytes):
+                if index in named or _read_page(folder, fd, index * slot_bytes, scratch) is not None:
+                    continue
+                header = unpack_header(scratch.headers[0])
+                if isinstance(header, str) or slot_size(header.meta.length) != slot_bytes:
+                    continue
+                meta = header.meta
+                tag = namespace_tag(meta.namespace)
+                block = (tag, meta.group, meta.block_hash)
+                job = ReadJob(0, meta.namespace, meta.block_hash, meta.group, meta.length, buffer[: meta.length])
+                if block in known or meta.namespace not in fingerprints:
+                    continue
+                if read_slots(folder, fd, index * slot_bytes, [job], False, scratch)[0] is None:
+                    known.add(block)
+                    numbers = (meta.group, meta.length, slot_bytes // PAGE, index)
+                    found += put_record(meta.namespace, meta.stamp, meta.block_hash, meta.parent, *numbers)
+        finally:
+            folder.close_file(fd)
+    return np.frombuffer(found, dtype=RECORD)

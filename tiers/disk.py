@@ -1,13 +1,22 @@
-"""The disk tier: blocks in slab files, found again after any end of the process.
+"""One drive of the disk tier: blocks in slab files of one directory, found again after any end of the process.
 
 The rule: a block counts only when its payload is durable and, after that, its record is; and whatever the records say,
 its bytes count only when the slot itself proves them. So a crash, a full device or a flipped bit costs blocks, never
 truth.
 
+A sick drive is a state: what fails is counted by its reason and the drive left alone, longer each time; `watch` looks
+whether it came back, whether the directory is still the one that was opened, and how much of the file system others
+have left for it. A call that hangs keeps its thread and its caller's memory, and nothing else: what waits behind it is
+withdrawn.
+
 A directory (directory.py) holds a journal (journal.py) and one slab file a size class (slabfile.py). Which slot is free
 is decided on the loop's thread without IO; payloads, checksums, syncs and space go through the tier's own threads.
 Writers share syncs: while one group is being made durable the next gathers, since a sync costs 4-12 ms here whatever
 its size.
+
+IO goes by threads and not by io_uring: of some 200 ms of CPU a GB of 2 MiB blocks the checksum takes 63 and the kernel
+60-90, io_uring with registered buffers took 27 (measured apart), and the device is the limit either way (0.9 of fio's
+io_uring writing, 1.06 reading). What small blocks cost is Python, 10 us each, which it would not spare.
 
 A slot may be handed on before the record of its removal is durable. A crash in between brings back the old record over
 the new bytes, and the slot's header unmasks it: a miss. Waiting would put a sync before each store into a full tier.
@@ -15,6 +24,7 @@ the new bytes, and the slot's header unmasks it: a miss. Waiting would put a syn
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import time
@@ -29,20 +39,24 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvcascade.config.errors import TierUnavailable
+from kvcascade.config.errors import ConfigError, TierUnavailable
 
 from .directory import (
     DIRECT,
     DirectoryReport,
+    OldFormat,
     check_directory,
-    default_capacity,
+    discard_content,
     locate,
     lock,
     make_directory,
+    open_folder,
     probe_direct,
     read_format,
+    slab_name,
 )
-from .journal import Journal, Replay, put_record, remove_record, sync_directory
+from .folder import Folder
+from .journal import Journal, Replay, put_record, remove_record
 from .slabfile import (
     CALL_BYTES,
     CALL_SLOTS,
@@ -55,10 +69,8 @@ from .slabfile import (
     Scratch,
     SlabFile,
     WriteJob,
-    allocate_space,
     disproves,
     errno_name,
-    give_back_space,
     is_device_fault,
     read_slots,
     runs,
@@ -75,7 +87,6 @@ __all__ = [
     "Recovery",
     "WriteJob",
     "check_directory",
-    "default_capacity",
     "disproves",
     "slot_size",
 ]
@@ -94,10 +105,13 @@ _BACKOFF_MOST: Final = 60.0
 # A healthy device answers within milliseconds, a busy network file system within seconds.
 _STALLED_SECONDS: Final = 10.0
 
+# More than are read at once; a drive that answers nothing is the drive's fault, whatever the slots.
+_MOST_SUSPECTS: Final = 10_000
+
 # A slot number is an extent and a place in it; extents are dealt to slab files as they grow.
-_EXTENT_BITS: Final = 16
-_EXTENT_SLOTS: Final = 1 << _EXTENT_BITS
-_EXTENTS: Final = _EXTENT_SLOTS - 1  # the last is left out, so that no slot is NO_SLOT
+EXTENT_BITS: Final = 16
+_EXTENT_SLOTS: Final = 1 << EXTENT_BITS
+EXTENTS: Final = _EXTENT_SLOTS - 1  # the last is left out, so that no slot is NO_SLOT
 
 _log = logging.getLogger(__name__)
 
@@ -135,6 +149,7 @@ class _Health:
         self._pause = 0.0
         self._until = 0.0
         self.reason: str | None = None
+        self.recoveries = 0
 
     def failed(self, reason: str) -> None:
         now = self._clock()
@@ -145,7 +160,13 @@ class _Health:
         self.reason = reason
 
     def worked(self) -> None:
+        self.recoveries += self.reason is not None
         self.reason, self._pause, self._until = None, 0.0, 0.0
+
+    @property
+    def due(self) -> bool:
+        """Sick, and its pause is over."""
+        return self.reason is not None and self._clock() >= self._until
 
     def refusal(self) -> str | None:
         return f"sick: {self.reason}" if self.reason is not None and self._clock() < self._until else None
@@ -153,6 +174,16 @@ class _Health:
 
 # A file, places in it in ascending order, and which job each is for.
 _Placed = tuple[SlabFile, U32, npt.NDArray[np.intp]]
+
+
+@dataclass(slots=True, frozen=True)
+class _Seen:
+    """What a look at the directory found: why it cannot be used, else the space that others leave; how trials went."""
+
+    away: str | None = None
+    available: int | None = None
+    write: str | None = None
+    read: str | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -173,26 +204,51 @@ class DiskTier:
     """
 
     def __init__(
-        self, directory: Path, capacity: int, *, threads: int = 4, clock: Callable[[], float] = time.monotonic
+        self,
+        directory: Path,
+        capacity: int,
+        *,
+        reserve: int = 0,
+        threads: int = 4,
+        discard_old: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        folder: Callable[[Path], Folder] = Folder,
     ) -> None:
-        """`capacity`: bytes on disk for slots, header pages included. Does no IO."""
+        """Does no IO.
+
+        Args:
+            capacity: bytes on disk for slots, header pages included.
+            reserve: bytes of the file system that stay free whoever takes them: `limit` is what this leaves.
+            discard_old: empty a directory that an earlier version wrote, instead of refusing it.
+            folder: how the directory is reached; tests put faults there.
+        """
+        if capacity <= 0:
+            raise ConfigError(f"disk.capacity: {capacity} bytes of {directory} hold nothing")
         self.directory = Path(directory)
         self.capacity = capacity
+        self._reserve = reserve
+        self._discard_old = discard_old
         self._clock = clock
         self._thread_count = threads
+        self._open_folder = folder
         # Set by `open` and `close`; the descriptors of slab files by the IO thread that creates them.
         self._lock_fd: int | None = None
         self._workers: Workers | None = None
         self._syncer: Workers | None = None
-        self._journal = Journal(self.directory, b"")
+        self._watcher: Workers | None = None
         self._mode = DIRECT
         self._closed = False
+        self._identity = b""
+        self._opened = False
+        # Also by the watching thread, while no call is under way.
+        self._folder: Folder
+        self._journal: Journal
         # The loop's thread alone.
         self._files: dict[int, SlabFile] = {}
         self._by_id: list[SlabFile] = []
         self._extents: dict[int, U32] = {}  # by slot size: the extents of its file, in the order of the file
-        self._extent_file = np.zeros(_EXTENTS, dtype=np.uint32)
-        self._extent_base = np.zeros(_EXTENTS, dtype=np.uint32)
+        self._extent_file = np.zeros(EXTENTS, dtype=np.uint32)
+        self._extent_base = np.zeros(EXTENTS, dtype=np.uint32)
         self._extent_count = 0
         self._namespaces: dict[bytes, bytes] = {}
         self._queue: list[_Commit] = []
@@ -204,6 +260,11 @@ class DiskTier:
         self._idle.set()
         self._writes = _Health(clock)
         self._reads = _Health(clock)
+        self._limit = capacity
+        self._away: str | None = None  # why the directory is not to be used, until `watch` has opened it anew
+        self._looking: asyncio.Future[_Seen] | None = None
+        # Slots that could not be read while nothing else could: by slot, how often reading had recovered before.
+        self._suspects: dict[int, int] = {}
         self._recovered: dict[str, Any] = {}
         self.counters: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
@@ -222,25 +283,35 @@ class DiskTier:
         if self._lock_fd is not None or self._closed:
             raise RuntimeError("a DiskTier is opened once")
         make_directory(self.directory)
-        self._lock_fd = lock(self.directory)
         try:
-            identity = read_format(self.directory, create=True)
-            for leftover in self.directory.glob("*.tmp"):
-                leftover.unlink(missing_ok=True)
-            self._mode = probe_direct(self.directory)
-            self._journal = Journal(self.directory, identity)
+            self._folder = open_folder(self.directory, self._open_folder)
+        except OSError as error:
+            raise TierUnavailable(f"disk.directory {self.directory}: {error.strerror or error}") from error
+        self._journal = Journal(self._folder, b"")
+        self._opened = True
+        try:
+            self._lock_fd = lock(self._folder)
+            self._identity, discarded = self._take_format()
+            for name in self._folder.names():
+                if name.endswith(".tmp"):
+                    self._folder.unlink(name)
+            self._mode = probe_direct(self._folder)
+            self._journal = Journal(self._folder, self._identity)
             replay = self._journal.replay()
+            replay.dropped.update(discarded)
             recovery = self._restore(replay, began)
             self._journal.sweep()
             self._journal.forget_namespaces({fingerprint for fingerprint, _ in recovery.namespaces})
+            self._set_limit(self._folder.space().available)
         except OSError as error:
-            self._release()
+            self.abandon()
             raise TierUnavailable(f"disk.directory {self.directory}: {error.strerror or error}") from error
         except BaseException:
-            self._release()
+            self.abandon()
             raise
         self._workers = Workers("kvcascade-disk", self._thread_count, self._clock)
         self._syncer = Workers("kvcascade-disk-sync", 1, self._clock)
+        self._watcher = Workers("kvcascade-disk-watch", 1, self._clock)
         self._recovered = {
             "blocks": len(recovery),
             "dropped": dict(recovery.dropped),
@@ -248,8 +319,32 @@ class DiskTier:
         }
         return recovery
 
+    def abandon(self) -> None:
+        """Undo `open`, before anything else was done; it may be tried again."""
+        for workers in (self._workers, self._syncer, self._watcher):
+            if workers is not None:
+                workers.dismiss()
+        self._workers = self._syncer = self._watcher = None
+        self._release()
+        self._files.clear()
+        self._by_id.clear()
+        self._extents.clear()
+        self._extent_count = 0
+        self._namespaces.clear()
+
+    def _take_format(self) -> tuple[bytes, dict[str, int]]:
+        """The directory's id, and what was cleaned away of an earlier version's."""
+        try:
+            return read_format(self._folder, create=True), {}
+        except OldFormat as old:
+            if not self._discard_old:
+                raise
+            count = discard_content(self._folder)
+            _log.warning("content of an earlier version discarded directory=%s format=%d", self.directory, old.version)
+            return read_format(self._folder, create=True), {f"files of format {old.version}": count}
+
     def _restore(self, replay: Replay, began: float) -> Recovery:
-        located = locate(self.directory, replay)
+        located = locate(self._folder, replay)
         records = located.records
         slots = np.empty(len(records), dtype=np.uint32)
         for slot_bytes, size in located.sizes.items():
@@ -257,11 +352,11 @@ class DiskTier:
             rows = np.flatnonzero(records["pages"] == slot_bytes // PAGE)
             if not len(rows):
                 # Nothing in it is known any more: its space is worth more than its name.
-                file.path.unlink(missing_ok=True)
+                self._folder.unlink(file.name)
                 continue
-            file.fd = os.open(file.path, self._open_flags())
+            file.fd = self._open_file(self._folder, file.name)
             index = records["index"][rows]
-            sparse = os.fstat(file.fd).st_blocks * 512 < size // slot_bytes * slot_bytes
+            sparse = self._folder.fstat(file.fd).st_blocks * 512 < size // slot_bytes * slot_bytes
             file.restore(index, size // slot_bytes, sparse)
             slots[rows] = self._encode(file, index)
         self._namespaces = dict(located.namespaces)
@@ -279,8 +374,20 @@ class DiskTier:
             seconds=time.monotonic() - began,
         )
 
-    def _open_flags(self) -> int:
-        return os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self._mode == DIRECT else 0)
+    def _open_file(self, folder: Folder, name: str, flags: int = 0) -> int:
+        """Open a file for reading and writing, for direct IO if that is to be had."""
+        if self._mode == DIRECT:
+            try:
+                return folder.open(name, os.O_RDWR | os.O_DIRECT | flags)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._give_up_direct()
+        return folder.open(name, os.O_RDWR | flags)
+
+    def _give_up_direct(self) -> None:
+        self._mode = "buffered: direct IO gave EINVAL"
+        _log.warning("direct IO given up reason=EINVAL directory=%s", self.directory)
 
     # -- space: the loop's thread, no IO
 
@@ -294,9 +401,29 @@ class DiskTier:
         """Slots that hold a block, or will once the sync under way has ended."""
         return sum(file.recorded for file in self._by_id)
 
+    @property
+    def limit(self) -> int:
+        """Bytes that slots may take now: the capacity, or less where others have filled the file system so far that its
+        reserve begins. `used` may be above it until blocks have been freed."""
+        return self._limit
+
+    @property
+    def pending(self) -> int:
+        """Writes and reads under way."""
+        return self._calls
+
     def room(self, length: int) -> int:
         """How many blocks of `length` bytes `allocate` would grant now, were the tier well."""
-        return max(0, self.capacity - self.used) // slot_size(length)
+        return max(0, self._limit - self.used) // slot_size(length)
+
+    def _set_limit(self, available: int) -> None:
+        self._limit = max(0, min(self.capacity, self._set_aside_bytes() + available - self._reserve))
+
+    def sizes_of(self, slots: U32) -> U64:
+        """Bytes of each slot, its header page included."""
+        sizes = np.array([file.slot_bytes for file in self._by_id], dtype=np.uint64)
+        found: U64 = sizes[self._extent_file[slots >> np.uint32(EXTENT_BITS)]] if len(sizes) else sizes[:0]
+        return found
 
     def allocate(self, length: int, count: int) -> U32:
         """Slots for up to `count` blocks of `length` bytes, ascending, adjacent on disk where possible.
@@ -338,7 +465,7 @@ class DiskTier:
     def _file(self, slot_bytes: int) -> SlabFile:
         file = self._files.get(slot_bytes)
         if file is None:
-            file = SlabFile(self.directory / f"slab-{slot_bytes}.dat", slot_bytes)
+            file = SlabFile(slab_name(slot_bytes), slot_bytes)
             self._files[slot_bytes] = file
             self._extents[slot_bytes] = np.empty(0, dtype=np.uint32)
             self._by_id.append(file)
@@ -349,22 +476,22 @@ class DiskTier:
         if not len(indices):
             return np.empty(0, dtype=np.uint32)
         extents = self._extents[file.slot_bytes]
-        missing = (int(indices.max()) >> _EXTENT_BITS) + 1 - len(extents)
+        missing = (int(indices.max()) >> EXTENT_BITS) + 1 - len(extents)
         if missing > 0:
             fresh = np.arange(self._extent_count, self._extent_count + missing, dtype=np.uint32)
-            assert self._extent_count + missing <= _EXTENTS, "out of slot numbers: over 4 * 10^9 slots"
+            assert self._extent_count + missing <= EXTENTS, "out of slot numbers: over 4 * 10^9 slots"
             self._extent_file[fresh] = self._by_id.index(file)
-            self._extent_base[fresh] = np.arange(len(extents), len(extents) + missing, dtype=np.uint32) << _EXTENT_BITS
+            self._extent_base[fresh] = np.arange(len(extents), len(extents) + missing, dtype=np.uint32) << EXTENT_BITS
             self._extent_count += missing
             self._extents[file.slot_bytes] = extents = np.concatenate([extents, fresh])
-        slots: U32 = extents[indices >> np.uint32(_EXTENT_BITS)] << np.uint32(_EXTENT_BITS)
+        slots: U32 = extents[indices >> np.uint32(EXTENT_BITS)] << np.uint32(EXTENT_BITS)
         slots |= indices & np.uint32(_EXTENT_SLOTS - 1)
         return slots
 
     def _decode(self, slots: U32 | Sequence[int]) -> list[_Placed]:
         """Where slots lie: by file, in the order of the file."""
         numbers = np.asarray(slots, dtype=np.uint32)
-        extents = numbers >> np.uint32(_EXTENT_BITS)
+        extents = numbers >> np.uint32(EXTENT_BITS)
         if len(extents) and int(extents.max()) >= self._extent_count:
             raise ValueError("slot not of this tier")
         owners = self._extent_file[extents]
@@ -392,20 +519,21 @@ class DiskTier:
     @property
     def reason(self) -> str | None:
         """Why the tier is sick."""
-        return self._stalled() or self._writes.reason or self._reads.reason
+        return self._away or self._stalled() or self._writes.reason or self._reads.reason
 
     def _stalled(self) -> str | None:
-        busy = [workers.longest() for workers in (self._workers, self._syncer) if workers is not None]
+        threads = (self._workers, self._syncer, self._watcher)
+        busy = [workers.longest() for workers in threads if workers is not None]
         longest = max(busy, default=0.0)
         return f"no answer from the device for {longest:.0f} s" if longest >= _STALLED_SECONDS else None
 
     def _write_refusal(self) -> str | None:
-        stalled = self._stalled()
-        return f"sick: {stalled}" if stalled else self._writes.refusal()
+        whole = self._away or self._stalled()
+        return f"sick: {whole}" if whole else self._writes.refusal()
 
     def _read_refusal(self) -> str | None:
-        stalled = self._stalled()
-        return f"sick: {stalled}" if stalled else self._reads.refusal()
+        whole = self._away or self._stalled()
+        return f"sick: {whole}" if whole else self._reads.refusal()
 
     @property
     def writable(self) -> bool:
@@ -440,7 +568,7 @@ class DiskTier:
                 reasons, written, files = await self._write_payloads(jobs, placed)
                 failure = await self._make_durable(jobs, written, files)
             except TierUnavailable:
-                return ["closed"] * len(jobs)
+                return self._withdrawn(jobs, self.failures)
         for i, _ in written:
             reasons[i] = failure
         for reason in reasons:
@@ -451,6 +579,12 @@ class DiskTier:
             self.counters["written_blocks"] += len(written)
             self.counters["written_bytes"] += sum(jobs[i].meta.length for i, _ in written)
         return reasons
+
+    def _withdrawn(self, jobs: Sequence[object], counter: Counter[str]) -> list[str | None]:
+        """The threads have been stopped, or hang; a block that was read or written by then is not counted on."""
+        reason = "closed" if self._closed else f"sick: {self._stalled() or 'withdrawn'}"
+        counter["closed" if self._closed else "withdrawn"] += len(jobs)
+        return [reason] * len(jobs)
 
     def _validate_writes(self, jobs: Sequence[WriteJob], placed: list[_Placed]) -> None:
         for job in jobs:
@@ -497,9 +631,7 @@ class DiskTier:
 
     def _write_call(self, file: SlabFile, first: int, jobs: list[WriteJob]) -> tuple[list[str | None], list[bytes]]:
         """In an IO thread: adjacent slots; a reason a job, and the records of those without."""
-        assert file.fd is not None
-        direct = self._mode == DIRECT
-        reasons = write_slots(file.fd, first * file.slot_bytes, jobs, direct, self._thread_scratch())
+        reasons = self._transfer(write_slots, file, first, jobs)
         pages = file.slot_bytes // PAGE
         records = []
         for index, (job, reason) in enumerate(zip(jobs, reasons, strict=True), start=first):
@@ -511,6 +643,23 @@ class DiskTier:
                     )
                 )
         return reasons, records
+
+    def _transfer(
+        self, move: Callable[..., list[str | None]], file: SlabFile, first: int, jobs: Sequence[Any]
+    ) -> list[str | None]:
+        """In an IO thread: write or read adjacent slots; without direct IO from the moment on that it is refused."""
+        fd = file.fd
+        if fd is None:
+            return ["no block"] * len(jobs)
+        direct = self._mode == DIRECT
+        reasons = move(self._folder, fd, first * file.slot_bytes, jobs, direct, self._thread_scratch())
+        if direct and "EINVAL" in reasons:
+            self._give_up_direct()
+        if "EINVAL" in reasons:
+            with contextlib.suppress(OSError):
+                self._folder.go_buffered(fd)
+            reasons = move(self._folder, fd, first * file.slot_bytes, jobs, False, self._thread_scratch())
+        return reasons
 
     async def _make_durable(
         self, jobs: Sequence[WriteJob], written: list[tuple[int, bytes]], files: set[SlabFile]
@@ -541,13 +690,9 @@ class DiskTier:
             most = max(int(missing[-1]) + 1, file.grown)
             needs = runs(holes) + ([(file.grown, most - file.grown)] if most > file.grown else [])
             required = sum(count for _, count in needs) * file.slot_bytes
-            spare = self.capacity - self._set_aside_bytes() - required
-            punches: list[tuple[SlabFile, list[tuple[int, int]]]] = []
-            for other in self._by_id:
-                if spare < 0 and other.free:
-                    taken = other.strip(-(spare // other.slot_bytes))
-                    spare += sum(count for _, count in taken) * other.slot_bytes
-                    punches.append((other, taken))
+            spare = self._limit - self._set_aside_bytes() - required
+            punches, gained = self._strip(-spare)
+            spare += gained
             ahead = max(0, min(spare, _GROW_BYTES) // file.slot_bytes) if most > file.grown else 0
             call = partial(self._reshape, file, punches, needs, (most, ahead))
             task = asyncio.ensure_future(self._running_workers().run([call]))
@@ -560,6 +705,24 @@ class DiskTier:
                     for first, count in got:
                         file.back(first, count)
             return failure
+
+    def _strip(self, wanted: int) -> tuple[list[tuple[SlabFile, list[tuple[int, int]]]], int]:
+        """Free slots that give their space back: ranges of them by file, `wanted` bytes or as far as they reach."""
+        punches: list[tuple[SlabFile, list[tuple[int, int]]]] = []
+        gained = 0
+        for file in self._by_id:
+            if gained < wanted and file.free:
+                taken = file.strip(-((gained - wanted) // file.slot_bytes))
+                gained += sum(count for _, count in taken) * file.slot_bytes
+                punches.append((file, taken))
+        return punches, gained
+
+    def _punch(self, punches: list[tuple[SlabFile, list[tuple[int, int]]]]) -> None:
+        """In an IO thread."""
+        for file, ranges in punches:
+            if file.fd is not None:
+                for first, count in ranges:
+                    self._folder.punch(file.fd, first * file.slot_bytes, count * file.slot_bytes)
 
     def _set_aside_bytes(self) -> int:
         return sum(file.backed * file.slot_bytes for file in self._by_id)
@@ -576,14 +739,11 @@ class DiskTier:
         size = file.slot_bytes
         try:
             if file.fd is None:
-                file.fd = os.open(file.path, self._open_flags() | os.O_CREAT, 0o600)
-                sync_directory(self.directory)
-            for other, ranges in punches:
-                assert other.fd is not None
-                for first, count in ranges:
-                    give_back_space(other.fd, first * other.slot_bytes, count * other.slot_bytes)
+                file.fd = self._open_file(self._folder, file.name, os.O_CREAT)
+                self._folder.sync()
+            self._punch(punches)
             for first, count in needs:
-                allocate_space(file.fd, first * size, count * size)
+                self._folder.allocate(file.fd, first * size, count * size)
                 got.append((first, count))
         except OSError as error:
             return errno_name(error), got
@@ -591,7 +751,7 @@ class DiskTier:
         with contextlib.suppress(OSError):
             # Only needed later; a file system too full for it may still have room for what is needed now.
             if count:
-                allocate_space(file.fd, first * size, count * size)
+                self._folder.allocate(file.fd, first * size, count * size)
                 got.append(ahead)
         return None, got
 
@@ -610,7 +770,8 @@ class DiskTier:
         return await asyncio.shield(commit.done)
 
     def _start_committing(self) -> None:
-        if self._committing is None:
+        # While the directory is away it may be opened anew once nothing is under way.
+        if self._committing is None and (self._away is None or self._calls):
             self._committing = asyncio.get_running_loop().create_task(self._commit_queue(), name="disk group commit")
 
     async def _commit_queue(self) -> None:
@@ -657,7 +818,7 @@ class DiskTier:
         try:
             for file in files:
                 assert file.fd is not None
-                os.fdatasync(file.fd)
+                self._folder.sync_data(file.fd)
             for fingerprint, descriptor in namespaces.items():
                 self._journal.add_namespace(fingerprint, descriptor)
             if records:
@@ -728,7 +889,7 @@ class DiskTier:
                     ]
                 )
             except TierUnavailable:
-                return ["closed"] * len(jobs)
+                return self._withdrawn(jobs, self.misses)
         for (_, _, positions), call_reasons in zip(calls, outcomes, strict=True):
             for i, reason in zip(positions.tolist(), call_reasons, strict=True):
                 reasons[i] = reason
@@ -736,11 +897,23 @@ class DiskTier:
         return reasons
 
     def _count_reads(self, jobs: Sequence[ReadJob], reasons: list[str | None]) -> None:
-        faults = [reason for reason in reasons if reason is not None and is_device_fault(reason)]
-        if faults:
-            self._reads.failed(faults[0])
-        elif None in reasons:
+        faults = [i for i, reason in enumerate(reasons) if reason is not None and is_device_fault(reason)]
+        if len(faults) < len(reasons) and any(reason is None or disproves(reason) for reason in reasons):
+            # The drive answers: what it could not read is lost, as with a bad sector, and will not be asked for again.
             self._reads.worked()
+            for i in faults:
+                reasons[i] = f"unreadable: {reasons[i]}"
+        elif faults:
+            before = self._reads.recoveries
+            for i in faults:
+                if self._suspects.get(jobs[i].slot, before) < before:
+                    del self._suspects[jobs[i].slot]
+                    reasons[i] = f"unreadable: {reasons[i]}"
+                elif len(self._suspects) < _MOST_SUSPECTS:
+                    self._suspects[jobs[i].slot] = before
+            failed = [reason for reason in reasons if reason is not None and is_device_fault(reason)]
+            if failed:
+                self._reads.failed(failed[0])
         for job, reason in zip(jobs, reasons, strict=True):
             if reason is None:
                 self.counters["read_blocks"] += 1
@@ -749,8 +922,7 @@ class DiskTier:
                 self.misses[reason] += 1
 
     def _read_call(self, file: SlabFile, first: int, jobs: list[ReadJob]) -> list[str | None]:
-        assert file.fd is not None
-        return read_slots(file.fd, first * file.slot_bytes, jobs, self._mode == DIRECT, self._thread_scratch())
+        return self._transfer(read_slots, file, first, jobs)
 
     def _thread_scratch(self) -> Scratch:
         scratch = getattr(self._scratch, "own", None)
@@ -776,6 +948,138 @@ class DiskTier:
             raise RuntimeError("the DiskTier is not open")
         return self._workers
 
+    # -- watch
+
+    async def watch(self) -> None:
+        """Look once at the drive; to be called every second or so, and to be cancelled at any time.
+
+        Finds out how much room others leave (`limit`), whether the directory and its files are still those that were
+        opened, and, when a sick drive's pause is over, whether it works again. Space above the limit that no block
+        holds is given back. Calls that wait behind one that hangs are given up.
+        """
+        if self._closed or self._watcher is None:
+            return
+        if self._stalled() is not None:
+            for workers in (self._workers, self._syncer):
+                if workers is not None:
+                    workers.withdraw()
+        if self._looking is None:
+            idle = not self._calls and self._committing is None and self._compacting is None
+            away = self._away is not None
+            call = self._reopen if away and idle else partial(self._look, self._writes.due, self._reads.due)
+            self._looking = self._watcher.begin(call)
+        looking = self._looking
+        await asyncio.wait([looking])
+        if self._looking is looking:
+            self._looking = None
+            self._saw(looking.result())
+            await self._shrink()
+
+    def _saw(self, seen: _Seen) -> None:
+        if seen.away != self._away:
+            _log.warning("disk directory=%s %s", self.directory, seen.away or "is back")
+            self.counters["vanished"] += self._away is None
+            self._away = seen.away
+        if seen.away is not None:
+            return
+        if seen.available is not None:
+            self._set_limit(seen.available)
+        if self._queue:
+            self._start_committing()
+        for health, outcome in ((self._writes, seen.write), (self._reads, seen.read)):
+            if outcome == _WORKED:
+                health.worked()
+            elif outcome is not None:
+                health.failed(outcome)
+
+    def _look(self, try_write: bool, try_read: bool) -> _Seen:
+        """In the watching thread."""
+        folder = self._folder
+        try:
+            if folder.moved():
+                return _Seen(away="its path leads elsewhere: a mount that vanished, or another directory")
+            for file in self._by_id:
+                if file.fd is not None and not _same(folder, file.name, file.fd):
+                    return _Seen(away=f"{file.name} was deleted or replaced")
+            if self._lock_fd is not None and not _same(folder, "lock", self._lock_fd):
+                return _Seen(away="its lock was deleted or replaced")
+            if "format" not in folder.names():
+                return _Seen(away="its file 'format' was deleted")
+            available = folder.space().available
+        except OSError as error:
+            # What the device cannot tell now, reads and writes will meet.
+            return _Seen(read=errno_name(error))
+        return _Seen(
+            available=available,
+            write=_reason_of(self._try_write) or _WORKED if try_write else None,
+            read=_reason_of(self._try_read) or _WORKED if try_read else None,
+        )
+
+    def _try_write(self) -> None:
+        folder, page = self._folder, self._thread_scratch().headers[0]
+        fd = self._open_file(folder, "probe.tmp", os.O_CREAT)
+        try:
+            if folder.write(fd, [page], 0) != PAGE:
+                raise OSError(errno.EIO, "short write")
+            folder.sync_data(fd)
+        finally:
+            folder.close_file(fd)
+            folder.unlink("probe.tmp")
+
+    def _try_read(self) -> None:
+        """Read some page of the slab files past the page cache, else the format."""
+        folder, page = self._folder, self._thread_scratch().headers[0]
+        for file in self._by_id:
+            if file.fd is not None and file.grown:
+                folder.read(file.fd, [page], 0)
+                return
+        read_format(folder, create=False)
+
+    def _reopen(self) -> _Seen:
+        """In the watching thread, no call under way: take the directory again if it is ours, files and lock."""
+        try:
+            folder = open_folder(self.directory, self._open_folder)
+        except (ConfigError, OSError) as error:
+            return _Seen(away=str(error))
+        kept = False
+        try:
+            if read_format(folder, create=False) != self._identity:
+                return _Seen(away="another directory lies at its path")
+            if self._lock_fd is None or not _same(folder, "lock", self._lock_fd):
+                fresh = lock(folder)
+                if self._lock_fd is not None:
+                    os.close(self._lock_fd)
+                self._lock_fd = fresh
+            names = set(folder.names())
+            before, self._folder, kept = self._folder, folder, True
+            for file in self._by_id:
+                if file.fd is not None:
+                    with contextlib.suppress(OSError):
+                        before.close_file(file.fd)
+                    file.fd = None
+                fd = self._open_file(folder, file.name) if file.name in names else None
+                file.reopened(fd, folder.fstat(fd).st_size // file.slot_bytes if fd is not None else 0)
+            self._journal.rebind(folder)
+            before.close()
+            return _Seen(available=folder.space().available)
+        except ConfigError as error:
+            return _Seen(away=str(error))
+        except OSError as error:
+            return _Seen(away=f"cannot be opened: {errno_name(error)}")
+        finally:
+            if not kept:
+                folder.close()
+
+    async def _shrink(self) -> None:
+        """Give space back that is above the limit and holds nothing."""
+        healthy = self._away is None and self._writes.reason is None and not self._reshaping.locked()
+        if not healthy or self._set_aside_bytes() <= self._limit:
+            return
+        async with self._reshaping:
+            punches, gained = self._strip(self._set_aside_bytes() - self._limit)
+            if gained and self._watcher is not None:
+                await asyncio.wait([self._watcher.begin(partial(_reason_of, partial(self._punch, punches)))])
+
     # -- telling
 
     def status(self) -> dict[str, Any]:
@@ -797,8 +1101,10 @@ class DiskTier:
             "reason": self.reason or "",
             "directory": str(self.directory),
             "capacity": self.capacity,
+            "limit": self._limit,
+            "reserve": self._reserve,
             "used": self.used,
-            "free": max(0, self.capacity - self.used),
+            "free": max(0, self._limit - self.used),
             "blocks": self.blocks,
             "classes": classes,
             "io": self._mode,
@@ -842,7 +1148,8 @@ class DiskTier:
                     await self._commit(_Commit(b"", done=asyncio.get_running_loop().create_future()))
                 if self._compacting is not None:
                     await asyncio.wait([self._compacting])
-        stopped = [await workers.stop(end - time.monotonic()) for workers in (self._workers, self._syncer)]
+        threads = [workers for workers in (self._workers, self._syncer, self._watcher) if workers is not None]
+        stopped = [await workers.stop(end - time.monotonic()) for workers in threads]
         if not all(stopped):
             return False
         if self._committing is not None:
@@ -851,14 +1158,32 @@ class DiskTier:
         return True
 
     def _release(self) -> None:
+        if not self._opened:
+            return
+        self._opened = False
         self._journal.close()
         for file in self._by_id:
             if file.fd is not None:
-                os.close(file.fd)
+                with contextlib.suppress(OSError):
+                    self._folder.close_file(file.fd)
                 file.fd = None
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
+        self._folder.close()
+
+
+_WORKED: Final = "worked"
+
+
+def _same(folder: Folder, name: str, fd: int) -> bool:
+    """Whether a name still leads to an open file."""
+    try:
+        there = folder.stat(name)
+    except FileNotFoundError:
+        return False
+    here = folder.fstat(fd)
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
 def _reason_of(call: Callable[[], object]) -> str | None:

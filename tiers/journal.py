@@ -15,16 +15,18 @@ it nor the records take room in memory between restarts. All functions here bloc
 
 import contextlib
 import os
+import re
+import stat
 import struct
-import tempfile
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+from .folder import Folder, read_whole, write_durably, write_whole
 
 U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
@@ -57,6 +59,7 @@ assert _LAYOUT.size == RECORD_BYTES
 _NAMESPACE: Final = struct.Struct("<8sI32sQ")
 _NAMESPACE_MAGIC: Final = b"KVCSNAM1"
 MAX_DESCRIPTOR: Final = 1 << 20
+_NAMESPACE_NAME: Final = re.compile(r"namespace-[0-9a-f]{64}")
 
 # 20,000 rows of temporaries stay in the cache of a core; larger chunks were no faster.
 _CHUNK: Final = 20_000
@@ -140,9 +143,9 @@ class Replay:
 class Journal:
     """The journal, snapshot and namespace files of one directory. One thread appends; another may compact."""
 
-    def __init__(self, directory: Path, identity: bytes) -> None:
+    def __init__(self, folder: Folder, identity: bytes) -> None:
         # `append`, `rotate` and `close` are called by one thread at a time; only they change these.
-        self._directory = directory
+        self._folder = folder
         self._identity = identity
         self._fd: int | None = None
         self._number = 0
@@ -171,8 +174,8 @@ class Journal:
         records = np.concatenate([*parts, *tail]) if parts or tail else np.empty(0, dtype=RECORD)
         live = records[newest(records)]
         namespaces: dict[int, tuple[bytes, bytes]] = {}
-        for path in sorted(self._directory.glob(f"namespace-{'?' * 64}")):
-            entry = _read_namespace(path)
+        for name in sorted(name for name in self._folder.names() if _NAMESPACE_NAME.fullmatch(name)):
+            entry = _read_namespace(self._folder, name)
             if entry is None:
                 dropped["damaged namespace"] += 1
             else:
@@ -182,31 +185,34 @@ class Journal:
 
     def _files(self) -> tuple[list[int], list[int]]:
         def numbers(prefix: str) -> list[int]:
-            tails = [path.name.removeprefix(prefix) for path in self._directory.glob(f"{prefix}*") if path.is_file()]
-            return [int(tail) for tail in tails if len(tail) == 8 and tail.isdecimal()]
+            numbered = re.compile(prefix + r"(\d{8})", re.ASCII)
+            found = [match for match in map(numbered.fullmatch, names) if match]
+            return [int(match[1]) for match in found if stat.S_ISREG(self._folder.stat(match[0]).st_mode)]
 
+        names = self._folder.names()
         return numbers("snapshot-"), numbers("journal-")
 
-    def _segment(self, number: int) -> Path:
-        return self._directory / f"journal-{number:08d}"
+    def _segment(self, number: int) -> str:
+        return f"journal-{number:08d}"
 
-    def _snapshot(self, number: int) -> Path:
-        return self._directory / f"snapshot-{number:08d}"
+    def _snapshot(self, number: int) -> str:
+        return f"snapshot-{number:08d}"
 
     def _seed(self, number: int) -> int:
         return xxhash.xxh3_64_intdigest(self._identity + struct.pack("<q", number))
 
-    def _read_if_can(self, path: Path, number: int, dropped: Counter[str]) -> npt.NDArray[np.void]:
+    def _read_if_can(self, name: str, number: int, dropped: Counter[str]) -> npt.NDArray[np.void]:
         try:
-            return self._read(path, number, dropped)
+            return self._read(name, number, dropped)
         except OSError as error:
-            dropped[f"unreadable {path.name}: {error.strerror}"] += 1
+            dropped[f"unreadable {name}: {error.strerror}"] += 1
             return np.empty(0, dtype=RECORD)
 
-    def _read(self, path: Path, number: int, dropped: Counter[str]) -> npt.NDArray[np.void]:
+    def _read(self, name: str, number: int, dropped: Counter[str]) -> npt.NDArray[np.void]:
         what = "snapshot" if number < 0 else "journal"
-        records = np.fromfile(path, dtype=RECORD)
-        torn = path.stat().st_size % RECORD_BYTES != 0
+        content = read_whole(self._folder, name)
+        records = np.frombuffer(content, dtype=RECORD, count=len(content) // RECORD_BYTES)
+        torn = len(content) % RECORD_BYTES != 0
         seed = self._seed(number)
         good = np.empty(len(records), dtype=bool)
         for first in range(0, len(records), _CHUNK):
@@ -235,8 +241,8 @@ class Journal:
         assert self._fd is not None
         array["checksum"] = record_checksums(array, self._seed(self._number), self._position)
         try:
-            _write_all(self._fd, records, self._position * RECORD_BYTES)
-            os.fdatasync(self._fd)
+            write_whole(self._folder, self._fd, records, self._position * RECORD_BYTES)
+            self._folder.sync_data(self._fd)
         except OSError:
             self._end_segment()
             raise
@@ -246,15 +252,37 @@ class Journal:
         """Begin a new segment; its name is durable when this returns."""
         self._end_segment()
         number = self._number + 1
-        fd = os.open(self._segment(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = self._folder.open(self._segment(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         self._fd, self._number, self._position = fd, number, 0
-        sync_directory(self._directory)
+        self._folder.sync()
 
     def _end_segment(self) -> None:
         if self._fd is not None:
             self._closed[self._number] = self._position * RECORD_BYTES
-            os.close(self._fd)
-            self._fd = None
+            fd, self._fd = self._fd, None
+            with contextlib.suppress(OSError):
+                # All that counts in it was synced; a sick device may refuse even this.
+                self._folder.close_file(fd)
+
+    def rebind(self, folder: Folder) -> None:
+        """Go on in the same directory, opened anew after it was away; the next append begins a new segment."""
+        self._end_segment()
+        self._folder = folder
+        snapshots, segments = self._files()
+        self._number = max([self._number, *snapshots, *segments])
+
+    def rewrite(self, records: npt.NDArray[np.void]) -> None:
+        """Replace all records by these, in this order; only while nothing is being appended.
+
+        A crash at any point leaves the old records or the new ones whole.
+        """
+        self._end_segment()
+        snapshots, segments = self._files()
+        number = max([self._number, *snapshots, *segments]) + 1
+        self._write_snapshot(number, records)
+        self._number = number
+        self._closed.clear()
+        self.sweep()
 
     def add_namespace(self, fingerprint: bytes, descriptor: bytes) -> None:
         """Make a namespace's descriptor durable, once; call before the first record that carries its tag."""
@@ -262,14 +290,15 @@ class Journal:
             return
         checksum = xxhash.xxh3_64_intdigest(fingerprint + descriptor)
         head = _NAMESPACE.pack(_NAMESPACE_MAGIC, len(descriptor), fingerprint, checksum)
-        write_durably(self._directory / f"namespace-{fingerprint.hex()}", head + descriptor)
+        write_durably(self._folder, f"namespace-{fingerprint.hex()}", head + descriptor)
         self._known.add(fingerprint)
 
     def forget_namespaces(self, keep: set[bytes]) -> None:
         """Delete the files of namespaces that no record needs any more; only while nothing is being appended."""
-        for path in self._directory.glob("namespace-*"):
-            if path.name.removeprefix("namespace-") not in {fingerprint.hex() for fingerprint in keep}:
-                path.unlink(missing_ok=True)
+        wanted = {f"namespace-{fingerprint.hex()}" for fingerprint in keep}
+        for name in self._folder.names():
+            if name.startswith("namespace-") and name not in wanted:
+                self._folder.unlink(name)
         self._known &= keep
 
     # -- compaction
@@ -304,15 +333,18 @@ class Journal:
             tail = [self._read(self._segment(number), number, lost) for number in merged]
             records = np.concatenate([*parts, *tail])
             live = records[newest(records)]
-            seed = self._seed(-up_to)
-            for first in range(0, len(live), _CHUNK):
-                chunk = live[first : first + _CHUNK]
-                chunk["checksum"] = record_checksums(chunk, seed, first)
-            write_durably(self._snapshot(up_to), live.view(np.uint8).data if len(live) else b"")
-            self._snapshot_bytes = live.nbytes
+            self._write_snapshot(up_to, live)
             for number in merged:
                 self._closed.pop(number, None)
         self.sweep()
+
+    def _write_snapshot(self, number: int, records: npt.NDArray[np.void]) -> None:
+        seed = self._seed(-number)
+        for first in range(0, len(records), _CHUNK):
+            chunk = records[first : first + _CHUNK]
+            chunk["checksum"] = record_checksums(chunk, seed, first)
+        write_durably(self._folder, self._snapshot(number), records.view(np.uint8).data if len(records) else b"")
+        self._snapshot_bytes = records.nbytes
 
     @property
     def number(self) -> int:
@@ -325,8 +357,8 @@ class Journal:
         covered = max(snapshots, default=0)
         stale = [self._snapshot(number) for number in snapshots if number < covered]
         stale += [self._segment(number) for number in segments if number <= covered]
-        for path in stale:
-            path.unlink(missing_ok=True)
+        for name in stale:
+            self._folder.unlink(name)
         return len(stale)
 
     def close(self) -> None:
@@ -334,11 +366,10 @@ class Journal:
         self._end_segment()
 
 
-def _read_namespace(path: Path) -> tuple[bytes, bytes] | None:
+def _read_namespace(folder: Folder, name: str) -> tuple[bytes, bytes] | None:
     """Fingerprint and descriptor, or None for a file that does not prove itself."""
     try:
-        with path.open("rb") as file:
-            content = file.read(_NAMESPACE.size + MAX_DESCRIPTOR + 1)
+        content = bytes(read_whole(folder, name, _NAMESPACE.size + MAX_DESCRIPTOR + 1))
     except OSError:
         return None
     if len(content) < _NAMESPACE.size:
@@ -347,40 +378,6 @@ def _read_namespace(path: Path) -> tuple[bytes, bytes] | None:
     descriptor = content[_NAMESPACE.size :]
     if magic != _NAMESPACE_MAGIC or len(descriptor) != length:
         return None
-    if xxhash.xxh3_64_intdigest(fingerprint + descriptor) != checksum or path.name != f"namespace-{fingerprint.hex()}":
+    if xxhash.xxh3_64_intdigest(fingerprint + descriptor) != checksum or name != f"namespace-{fingerprint.hex()}":
         return None
     return fingerprint, descriptor
-
-
-def _write_all(fd: int, content: bytes | bytearray | memoryview, offset: int) -> None:
-    view = memoryview(content)
-    while view:
-        written = os.pwrite(fd, view, offset)
-        offset += written
-        view = view[written:]
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_durably(path: Path, content: bytes | bytearray | memoryview) -> None:
-    """Put a whole file under a name, or leave the name as it was: write beside, sync, rename, sync the directory."""
-    fd, temporary = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        try:
-            _write_all(fd, content, 0)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        Path(temporary).rename(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink()
-        raise
-    sync_directory(path.parent)

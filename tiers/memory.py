@@ -241,7 +241,7 @@ class SharedMemory(_HostMemory):
             except OSError as error:
                 free = _meminfo(Path("/proc")).get("HugePages_Free", 0) * huge_page >> 10
                 self.huge_reason = (
-                    f"no huge pages: {error.strerror}; {human_size(free)} of {human_size(size)} are reserved and free "
+                    f"{error.strerror}; {human_size(free)} of {human_size(size)} are reserved and free "
                     "(vm.nr_hugepages)"
                 )
         if mapping is None:

@@ -13,20 +13,19 @@ count, so that a slot that was torn, flipped, swapped or handed on is a miss wit
 Bookkeeping belongs to the loop's thread and does no IO; the transfers run in IO threads and touch no bookkeeping.
 """
 
-import ctypes
 import errno
 import mmap
-import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+from .folder import Folder
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -139,37 +138,42 @@ def pack_header(page: memoryview, meta: BlockMeta, checksum: int) -> None:
 
 def unpack_header(page: memoryview) -> Header | str:
     """The header in a page, or why there is none."""
-    magic, version, group, has_parent, length, checksum, stamp, count, _, namespace, block_hash, parent = (
-        _HEADER.unpack_from(page)
-    )
-    if magic != _MAGIC:
-        return "no block"
-    if xxhash.xxh3_64_intdigest(page[:_SEALED]) != _SEAL.unpack_from(page, _SEALED)[0]:
-        return "header checksum"
-    if version != _VERSION or count > MAX_TOKENS:
-        return "header version"
+    fields = _HEADER.unpack_from(page)
+    doubt = _doubt(page, fields)
+    if doubt is not None:
+        return doubt
+    _, _, group, has_parent, length, checksum, stamp, count, _, namespace, block_hash, parent = fields
     tokens = bytes(page[_HEADER.size : _HEADER.size + 4 * count])
     meta = BlockMeta(namespace, block_hash, parent if has_parent else b"", group, length, stamp, tokens)
     return Header(meta, checksum)
 
 
-def names(header: Header, job: ReadJob) -> bool:
-    """Whether a header names the very block that a job asks for."""
-    found = header.meta
-    return (
-        found.namespace == job.namespace
-        and found.block_hash == job.block_hash.ljust(HASH_BYTES, b"\0")
-        and found.group == job.group
-        and found.length == job.length
+def _doubt(page: memoryview, fields: tuple[Any, ...]) -> str | None:
+    """Why a page, whose fields are these, is no header."""
+    if fields[0] != _MAGIC:
+        return "no block"
+    if xxhash.xxh3_64_intdigest(page[:_SEALED]) != _SEAL.unpack_from(page, _SEALED)[0]:
+        return "header checksum"
+    if fields[1] != _VERSION or fields[7] > MAX_TOKENS:
+        return "header version"
+    return None
+
+
+def claims(page: memoryview, job: ReadJob) -> str | int:
+    """The checksum of the payload, if a header page names the very block that a job asks for; else why not."""
+    # No objects are made of it: with small blocks they would cost as much as the checksum.
+    fields = _HEADER.unpack_from(page)
+    doubt = _doubt(page, fields)
+    if doubt is not None:
+        return doubt
+    _, _, group, _, length, checksum, _, _, _, namespace, block_hash, _ = fields
+    named = (
+        block_hash == job.block_hash.ljust(HASH_BYTES, b"\0")
+        and namespace == job.namespace
+        and group == job.group
+        and length == job.length
     )
-
-
-def _refusal(page: memoryview, job: ReadJob) -> str | int:
-    """Why the slot does not hold the job's block, or its payload's checksum."""
-    header = unpack_header(page)
-    if isinstance(header, str):
-        return header
-    return header.checksum if names(header, job) else "foreign key"
+    return int(checksum) if named else "foreign key"
 
 
 # -- transfers
@@ -198,7 +202,9 @@ def _pages(length: int) -> U8:
     return np.frombuffer(mmap.mmap(-1, slot_size(length) - PAGE), dtype=np.uint8)
 
 
-def write_slots(fd: int, offset: int, jobs: Sequence[WriteJob], direct: bool, scratch: Scratch) -> list[str | None]:
+def write_slots(
+    folder: Folder, fd: int, offset: int, jobs: Sequence[WriteJob], direct: bool, scratch: Scratch
+) -> list[str | None]:
     """Write adjacent slots from `offset` on in one call; a reason for each job that failed. Not yet durable.
 
     `direct`: the file is open with O_DIRECT; a payload that does not begin on a page is copied first.
@@ -220,26 +226,28 @@ def write_slots(fd: int, offset: int, jobs: Sequence[WriteJob], direct: bool, sc
             tail[job.meta.length - whole :] = bytes(PAGE - job.meta.length + whole)
             vector.append(tail)
     try:
-        written = os.pwritev(fd, vector, offset)
+        written = folder.write(fd, vector, offset)
         reason = None if written == sum(slot_size(job.meta.length) for job in jobs) else "short write"
     except OSError as error:
         reason = errno_name(error)
     if reason is None or len(jobs) == 1:
         return [reason] * len(jobs)
-    return _one_by_one_write(fd, offset, jobs, direct, scratch)
+    return _one_by_one_write(folder, fd, offset, jobs, direct, scratch)
 
 
 def _one_by_one_write(
-    fd: int, offset: int, jobs: Sequence[WriteJob], direct: bool, scratch: Scratch
+    folder: Folder, fd: int, offset: int, jobs: Sequence[WriteJob], direct: bool, scratch: Scratch
 ) -> list[str | None]:
     reasons: list[str | None] = []
     for job in jobs:
-        reasons += write_slots(fd, offset, [job], direct, scratch)
+        reasons += write_slots(folder, fd, offset, [job], direct, scratch)
         offset += slot_size(job.meta.length)
     return reasons
 
 
-def read_slots(fd: int, offset: int, jobs: Sequence[ReadJob], direct: bool, scratch: Scratch) -> list[str | None]:
+def read_slots(
+    folder: Folder, fd: int, offset: int, jobs: Sequence[ReadJob], direct: bool, scratch: Scratch
+) -> list[str | None]:
     """Read adjacent slots from `offset` on in one call; None for each job whose bytes are proven, else the reason."""
     vector: list[memoryview] = []
     copies: list[U8 | None] = []
@@ -257,7 +265,7 @@ def read_slots(fd: int, offset: int, jobs: Sequence[ReadJob], direct: bool, scra
         if whole < job.length:
             vector.append(scratch.tails[position])
     try:
-        reached = os.preadv(fd, vector, offset)
+        reached = folder.read(fd, vector, offset)
         failure = None
     except OSError as error:
         reached, failure = 0, errno_name(error)
@@ -269,23 +277,25 @@ def read_slots(fd: int, offset: int, jobs: Sequence[ReadJob], direct: bool, scra
         elif len(jobs) == 1:
             reasons.append(failure or "short read")
         else:
-            reasons += _one_by_one_read(fd, offset, jobs[position:], direct, scratch)
+            reasons += _one_by_one_read(folder, fd, offset, jobs[position:], direct, scratch)
             break
         reached -= size
         offset += size
     return reasons
 
 
-def _one_by_one_read(fd: int, offset: int, jobs: Sequence[ReadJob], direct: bool, scratch: Scratch) -> list[str | None]:
+def _one_by_one_read(
+    folder: Folder, fd: int, offset: int, jobs: Sequence[ReadJob], direct: bool, scratch: Scratch
+) -> list[str | None]:
     reasons: list[str | None] = []
     for job in jobs:
-        reasons += read_slots(fd, offset, [job], direct, scratch)
+        reasons += read_slots(folder, fd, offset, [job], direct, scratch)
         offset += slot_size(job.length)
     return reasons
 
 
 def _verify(scratch: Scratch, position: int, job: ReadJob, copy: U8 | None) -> str | None:
-    checksum = _refusal(scratch.headers[position], job)
+    checksum = claims(scratch.headers[position], job)
     if isinstance(checksum, str):
         return checksum
     into = _as_bytes(job.into)
@@ -298,53 +308,15 @@ def _verify(scratch: Scratch, position: int, job: ReadJob, copy: U8 | None) -> s
     return None if xxhash.xxh3_64_intdigest(into.data) == checksum else "payload checksum"
 
 
-# -- space
-
-_libc: Final = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_KEEP_SIZE: Final = 1
-_PUNCH_HOLE: Final = 2
-
-
-def _fallocate(fd: int, mode: int, offset: int, length: int) -> None:
-    while _libc.fallocate(fd, mode, offset, length) != 0:
-        code = ctypes.get_errno()
-        if code != errno.EINTR:
-            raise OSError(code, os.strerror(code))
-
-
-def allocate_space(fd: int, offset: int, length: int) -> None:
-    """Have the file system set aside [offset, offset + length), the file growing if need be; where it cannot, only the
-    size grows. Raises OSError (ENOSPC)."""
-    try:
-        _fallocate(fd, 0, offset, length)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        if os.fstat(fd).st_size < offset + length:
-            os.ftruncate(fd, offset + length)
-
-
-def give_back_space(fd: int, offset: int, length: int) -> bool:
-    """Return a range's blocks to the file system, which then reads as zeros; False where it cannot."""
-    try:
-        _fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, offset, length)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        return False
-    return True
-
-
 # -- bookkeeping
 
 
 class SlabFile:
     """The slots of one size class: who holds which, and which have space set aside. No IO; the loop's thread only."""
 
-    def __init__(self, path: Path, slot_bytes: int) -> None:
-        # `fd` is set once, by the IO thread that creates the file, before any slot is backed.
-        self.path = path
+    def __init__(self, name: str, slot_bytes: int) -> None:
+        # `fd` is set by the IO thread that creates the file, before any slot is backed, and by `reopened`.
+        self.name = name
         self.slot_bytes = slot_bytes
         self.fd: int | None = None
         self.end = 0  # slots [0, end) have been handed out or backed at least once
@@ -371,6 +343,14 @@ class SlabFile:
         self.used = self.recorded = len(recorded)
         self._backed[:slots_in_file] = not sparse
         self._backed[recorded] = True
+
+    def reopened(self, fd: int | None, slots_in_file: int) -> None:
+        """The file was opened anew, or is gone: who holds which slot stays, and nothing is known to be backed."""
+        self.fd = fd
+        self._make_room(slots_in_file)
+        self.grown = slots_in_file
+        self.end = max(self.end, slots_in_file)
+        self._backed[:] = False
 
     def take(self, count: int, most: int) -> U32:
         """Hand out up to `count` free slots, HELD from now on, in ascending order; one run where there is one.
@@ -437,11 +417,11 @@ class SlabFile:
         states = self._states[: self.end]
         problems = []
         if int(np.count_nonzero(states)) != self.used:
-            problems.append(f"{self.path.name}: {int(np.count_nonzero(states))} slots held, {self.used} counted")
+            problems.append(f"{self.name}: {int(np.count_nonzero(states))} slots held, {self.used} counted")
         if int(np.count_nonzero(states == RECORDED)) != self.recorded:
-            problems.append(f"{self.path.name}: recorded slots miscounted")
+            problems.append(f"{self.name}: recorded slots miscounted")
         if self._states[self.end :].any():
-            problems.append(f"{self.path.name}: slots held beyond the end")
+            problems.append(f"{self.name}: slots held beyond the end")
         return problems
 
     def _make_room(self, slots: int) -> None:

@@ -6,6 +6,7 @@ never answers keeps neither the process nor its shutdown.
 """
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -40,7 +41,7 @@ class Workers:
 
     async def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Results in the order of the calls. When cancelled, those not begun never run and those begun have ended
-        before this raises. TierUnavailable once the threads have been told to stop."""
+        before this raises. TierUnavailable once the threads have been told to stop, and when a call was withdrawn."""
         begun: list[Future[T]] = []
         results: list[asyncio.Future[T]] = []
         try:
@@ -56,10 +57,28 @@ class Workers:
                 self._queue.put((future, call))
             if results:
                 await asyncio.wait(results)
+            if any(result.cancelled() for result in results):
+                raise TierUnavailable("withdrawn: the IO threads do not come round to it")
         except (asyncio.CancelledError, TierUnavailable):
             await outlast(result for future, result in zip(begun, results, strict=True) if not future.cancel())
             raise
         return [result.result() for result in results]
+
+    def begin(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        """Start one call that touches nobody's memory: whoever waits for it may stop waiting."""
+        future: Future[T] = Future()
+        self._queue.put((future, call))
+        return asyncio.wrap_future(future)
+
+    def withdraw(self) -> None:
+        """Give up all calls that have not begun, because those that have do not end."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._queue.get_nowait()
+                if item is None:
+                    self._queue.put(None)
+                    return
+                item[0].cancel()
 
     def _release(self, _: object) -> None:
         self._room.release()
@@ -69,12 +88,16 @@ class Workers:
         began = list(self._began.values())
         return max(0.0, self._clock() - min(began)) if began else 0.0
 
+    def dismiss(self) -> None:
+        """End the threads after what is queued; waits for nothing."""
+        self.stopping = True
+        for _ in self._threads:
+            self._queue.put(None)
+
     async def stop(self, timeout: float) -> bool:
         """End the threads after what is queued; False when one is still busy after `timeout` seconds."""
         if not self.stopping:
-            self.stopping = True
-            for _ in self._threads:
-                self._queue.put(None)
+            self.dismiss()
         ended = [asyncio.wrap_future(future) for future in self._ended.values()]
         _, busy = await asyncio.wait(ended, timeout=max(0.0, timeout))
         if busy:

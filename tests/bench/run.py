@@ -27,6 +27,7 @@ SUBJECTS = {
     "lookups": "lookups at a million blocks, the index's memory, time to first token",
     "control": "round trips under load",
     "disk": "the disk tier against raw O_DIRECT",
+    "disk_chains": "small blocks of a chain on disk; a start with a million of them",
     "hashing": "block hashes against cbor2 and hashlib",
 }
 

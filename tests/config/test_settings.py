@@ -141,7 +141,7 @@ def test_the_short_names_work_as_flags_and_as_variables() -> None:
     by_flag = load_settings(environ={}, flags=values)
     by_environ = load_settings(environ={f"KVCASCADE_{k.upper().replace('-', '_')}": v for k, v in values.items()})
     assert by_flag == by_environ
-    assert (by_flag.dram.capacity, by_flag.disk.directory) == (1 << 30, Path("/tmp/d"))
+    assert (by_flag.dram.capacity, by_flag.disk.directory) == (1 << 30, (Path("/tmp/d"),))
     assert set(SHORTHANDS.values()) <= {info.dotted for info in all_settings()}
 
 
@@ -260,3 +260,31 @@ def test_code_and_file_meet_the_same_checks() -> None:
 def test_settings_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Settings().dram.lock = False  # type: ignore[misc]
+
+
+# ---- several directories
+
+
+def test_directories_are_a_list_in_the_file_and_apart_by_commas_elsewhere(tmp_path: Path) -> None:
+    path = write(tmp_path, '[disk]\ndirectory = ["/mnt/a", "/mnt/b"]\n')
+    drives = (Path("/mnt/a"), Path("/mnt/b"))
+    assert load_settings(path, environ={}).disk.directory == drives
+    assert load_settings(environ={"KVCASCADE_DISK": "/mnt/a,/mnt/b"}).disk.directory == drives
+    assert load_settings(environ={}, flags={"disk": " /mnt/a , /mnt/b"}).disk.directory == drives
+    assert DiskSettings(directory=["/mnt/a", Path("/mnt/b")]).directory == drives  # type: ignore[arg-type]
+    assert Settings().disk.directory == ()
+
+
+def test_directories_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
+    for text in ('["/mnt/a", "/mnt/a/"]', '"/mnt/a, /mnt//a"', '"/mnt/a, /mnt/a"'):
+        assert "is named twice" in refusal(tmp_path, f"[disk]\ndirectory = {text}\n")
+    assert "one of its paths is empty" in refusal(tmp_path, '[disk]\ndirectory = "/mnt/a,,/mnt/b"\n')
+    assert "takes one value, not a list" in refusal(tmp_path, '[dram]\ncapacity = ["1GiB", 2]\n')
+    many = ", ".join(f"/mnt/{number}" for number in range(65))
+    assert "65 directories are too many" in refusal(tmp_path, f'[disk]\ndirectory = "{many}"\n')
+
+
+def test_a_reserve_is_a_size_or_a_share_and_may_be_nothing() -> None:
+    assert DiskSettings(reserve="0").reserve == 0  # type: ignore[arg-type]
+    assert DiskSettings(reserve="10GiB").reserve == 10 << 30  # type: ignore[arg-type]
+    assert bytes_of(DiskSettings().reserve, 100 << 20) == 5 << 20

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvcascade.config.errors import LayoutMismatch
+from kvcascade.connectors import layout as layout_module
 from kvcascade.connectors.layout import (
     SPLIT_ORDERS,
     VLLM_ORDERS,
@@ -154,7 +155,9 @@ def test_every_known_layout_is_byte_exact_both_ways(
             assert torch.equal(page, theirs.select(axes.index("B"), block).view(torch.int16)) == (block in ids)
 
 
-@pytest.mark.parametrize("views", ["pages", "views", "adjacent views", "tensors"])
+@pytest.mark.parametrize(
+    "views", ["pages", "views", "adjacent views", "descending pages", "descending views", "tensors"]
+)
 def test_slots_are_given_as_pages_of_a_pool_or_as_views(views: str) -> None:
     tensors = paged("LBNHC", "BHNC", GROUP)
     ids = [1, 2, 3]
@@ -164,6 +167,9 @@ def test_slots_are_given_as_pages_of_a_pool_or_as_views(views: str) -> None:
         given = as_views(pages, GROUP)
     elif views == "tensors":
         given = [torch.from_numpy(view) for view in as_views(pages, GROUP)]
+    elif views.startswith("descending"):
+        pages = given = PoolSlots(pages.pool, np.sort(pages.pages)[::-1].copy())
+        given = given if views == "descending pages" else as_views(pages, GROUP)
     elif views == "adjacent views":
         given = list(np.zeros((len(ids), GROUP.block_bytes(2)), np.uint8))
     engine = gatherer(tensors, GROUP, "BHNC")
@@ -249,12 +255,14 @@ def sequence(
 
 
 @pytest.mark.parametrize("staging_bytes", [None, 1, 1 << 20], ids=["direct", "staged singly", "staged"])
-@pytest.mark.parametrize("views", ["scattered", "adjacent"])
+@pytest.mark.parametrize("views", ["scattered", "adjacent", "descending"])
 def test_a_sequence_goes_to_slots_and_comes_back_as_new_tensors(staging_bytes: int | None, views: str) -> None:
     layers = sequence(GROUP, 6, extra=3)
     pool, slots = new_slots(GROUP, 6)
     if views == "adjacent":
         slots = PoolSlots(pool, np.sort(slots.pages))
+    if views == "descending":
+        slots = PoolSlots(pool, np.sort(slots.pages)[::-1].copy())
     store_sequence(layers, slots, range(6), 4, staging_bytes=staging_bytes)
     for block, view in enumerate(as_views(slots, GROUP)):
         np.testing.assert_array_equal(view, canonical_bytes(GROUP, block))
@@ -269,6 +277,23 @@ def test_a_sequence_goes_to_slots_and_comes_back_as_new_tensors(staging_bytes: i
         assert torch.equal(pair[0], k) and torch.equal(pair[1], v)
         storages |= {t.untyped_storage().data_ptr() for t in (k, v, *pair)}
     assert len(storages) == 4 * GROUP.layers
+
+
+def test_slots_in_a_row_are_one_run_from_either_end_and_each_tensor_is_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Freed slots are handed out last first; a view of each tensor for each slot took four times as long as copying.
+    made: list[int] = []
+    blocked = layout_module._blocked
+    monkeypatch.setattr(layout_module, "_blocked", lambda *given: made.append(1) or blocked(*given))
+    layers = empty_layers(3, 8, 6 * 4, 16, "bfloat16")
+    pool, slots = new_slots(GROUP, 6)
+    load_sequence(layers, slots, 4)
+    assert len(made) == 2 * GROUP.layers
+    for pages in (np.sort(slots.pages)[:3], np.sort(slots.pages)[:3][::-1].copy()):
+        step = int(pages[1]) - int(pages[0])
+        even = PoolSlots(pool, (pages[0] + step * np.arange(2)).astype(np.uint32))
+        assert len(list(layout_module._host_runs(even, GROUP.block_bytes(2), descending=True))) == 1
 
 
 @pytest.mark.parametrize("blocks", [[3, 4], [0, 1, 3, 4], [0, 2, 4], [4, 1, 0]])

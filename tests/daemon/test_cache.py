@@ -1131,6 +1131,26 @@ async def test_write_through_copies_at_once(tmp_path: Path) -> None:
     assert await disk.close()
 
 
+async def test_a_row_that_became_another_blocks_is_not_written_through_as_the_one_it_was(tmp_path: Path) -> None:
+    disk, _ = await open_disk(tmp_path / "disk", 64 << 20)
+    node = Node(slabs=4, budget=1, disk=disk, disk_policy="through")
+    small, large = node.engine(), node.engine(namespace("large", layers=48))
+    small.store(A)
+    lease = small.lookup(A).lease
+    node.cache.failed(small.attachment, lease, np.array([0], dtype=np.uint32))
+    small.release(lease)
+    large.store(A)  # takes over the rows before the cleaner came to write them
+    await node.demote()
+    node.expect_sound()
+    assert large.tiers(A) == [{Tier.DRAM, Tier.DISK}] * 3
+    node.residency._evict(large.space.size_class, 3)
+    lease = large.lookup(A).lease
+    assert await node.promote(large, lease) == 3
+    large.expect_true(A, large.load(lease))
+    node.close()
+    assert await disk.close()
+
+
 async def test_an_orderly_end_writes_everything_down_and_the_next_start_finds_it(tmp_path: Path) -> None:
     disk, _ = await open_disk(tmp_path / "disk", 64 << 20)
     node = Node(slabs=2, hbm_slabs=1, budget=1, disk=disk)

@@ -412,6 +412,12 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
 
 
+def test_a_full_device_behind_the_output_is_told_in_a_line() -> None:
+    with listening({"status": a_status()}) as path, Path("/dev/full").open("w") as full:
+        done = subprocess.run([COMMAND, "status", "--socket", path], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (cli.EXIT_REFUSED, "kvcascade: [Errno 28] No space left on device\n")
+
+
 def test_the_socket_of_the_settings_file_is_used(run: Any, tmp_path: Path) -> None:
     with listening({"status": a_status()}) as path:
         config = tmp_path / "kvcascade.toml"
@@ -503,6 +509,37 @@ def test_a_deep_check_finds_a_flipped_bit_on_a_cold_disk(run: Any, tmp_path: Pat
     assert code == cli.EXIT_PROBLEM
     assert re.match(r"problem: 1 blocks are damaged: .*checksum", out)
     assert "2 of them proved" in out
+
+    code, out, _ = run("check", "--deep", "--repair", tmp_path)
+    assert (code, out.splitlines()[-1]) == (cli.EXIT_OK, "all invariants hold")
+    assert "repaired: 1 damaged blocks forgotten" in out
+    code, out, _ = run("check", "--deep", "--json", tmp_path)
+    assert code == cli.EXIT_OK
+    assert (json.loads(out)["blocks"], json.loads(out)["repaired"]) == (2, [])
+    code, _, error = run("check", "--repair")
+    assert code == cli.EXIT_USAGE
+    assert "--repair is for a disk tier at rest" in error
+
+
+def test_status_shows_each_drive_what_was_recovered_and_what_lies_on_disk(run: Any) -> None:
+    drive = {"capacity": 10 << 30, "limit": 10 << 30, "used": 0, "free": 10 << 30, "blocks": 7, "reason": ""}
+    status = a_status(namespaces=[shown(namespace()) | {"disk_blocks": 3, "disk_bytes": 3 << 20}])
+    status["tiers"][1] |= {
+        "state": "sick",
+        "reason": "/mnt/b: EIO",
+        "drives": [
+            {"name": "disk", "directory": "/mnt/a", "state": "ok", **drive, "limit": 4 << 30},
+            {"name": "disk", "directory": "/mnt/b", "state": "sick", **drive, "reason": "EIO"},
+        ],
+    }
+    status["recovered"] = {"blocks": 12, "seconds": 0.25, "dropped": {"torn journal tail": 1, "beyond the limit": 4}}
+    with listening({"status": status}) as path:
+        _, out, _ = run("status", "--socket", path)
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "drive 0 ok 10 GiB 4 GiB 0 B 10 GiB 7 /mnt/a" in lines
+    assert "drive 1 sick: EIO 10 GiB 0 B 10 GiB 7 /mnt/b" in lines
+    assert "from disk at the start: 12 blocks in 0.2 s; dropped: 1 torn journal tail, 4 beyond the limit" in lines
+    assert any(line.endswith("3 MiB") for line in lines)
 
 
 # ---- cost

@@ -1,14 +1,16 @@
 """The daemon's life as a user sees it: start, status, an orderly end, a kill, and what the next start finds."""
 
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from engines.scripted import EngineError, eventually, prompt
+from engines.scripted import EngineError, Side, eventually, prompt
 
 from kvcascade.config.errors import CascadeError
 
@@ -68,6 +70,42 @@ def test_status_tells_what_runs_and_what_it_holds(daemon, start_engine):
     assert status["hits"]["tokens"]["miss"] == 0
     engine.load(lease=lease, count=4)
     assert daemon.status()["hits"]["tokens"]["dram"] == 4 * 16
+
+
+def test_namespaces_that_hold_nothing_and_that_nobody_uses_are_not_told(daemon, start_engine):
+    # Weights that are updated in place open one each time.
+    for epoch in ("1", "2", "3"):
+        passing = start_engine(daemon, weights_epoch=epoch)
+        passing.attach()
+        passing.close()
+    keeping, empty = start_engine(daemon, weights_epoch="4"), start_engine(daemon, weights_epoch="5")
+    keeping.store(prompt("a", 4))
+    keeping.close()
+    empty.attach()
+    eventually(lambda: len(daemon.status()["sessions"]) == 1)
+    told = {one["fields"]["weights_epoch"]: one["blocks"] for one in daemon.status()["namespaces"]}
+    assert told == {"4": 4, "5": 0}
+
+
+def test_status_tells_the_largest_of_very_many_namespaces_and_what_is_most_wrong(daemon):
+    # A reply may hold 65536 items; a model in training leaves a namespace behind with each step.
+    sides = []
+    for epoch in range(600):
+        side = Side()
+        side.start(str(daemon.socket), weights_epoch=str(epoch), layers=1, kv_heads=1)
+        side.store(prompt("a", 2 if epoch == 7 else 1))
+        if epoch < 540:
+            side.close()
+        else:
+            sides.append(side)
+    status = daemon.status()
+    told = [one["fields"]["weights_epoch"] for one in status["namespaces"]]
+    assert len(told) == 512
+    assert set(told[:60]) == {str(epoch) for epoch in range(540, 600)}  # those in use
+    assert told[60] == "7"
+    assert (len(status["problems"]), status["problems"][-1]) == (51, "and 10 more")
+    for side in sides:
+        side.close()
 
 
 def test_a_restart_finds_the_blocks_on_disk(daemon, start_engine):
@@ -143,6 +181,18 @@ def test_the_end_comes_by_its_deadline_whatever_engines_hold(start_daemon, start
     assert daemon.status()["recovered"]["blocks"] == 4
 
 
+def test_the_end_does_not_wait_for_slots_that_are_given_up(start_daemon, start_engine):
+    daemon = start_daemon(leases_reservation="100ms", daemon_drain_deadline="10s")
+    engine = start_engine(daemon)
+    engine.reserve(prompt("a", 4))
+    engine.freeze()
+    eventually(lambda: tier(daemon, "dram")["quarantined"] == 4)
+    began = time.monotonic()
+    assert daemon.stop() == 0
+    assert time.monotonic() - began < 4
+    engine.wake()
+
+
 def test_a_second_daemon_on_the_socket_is_refused_and_the_first_goes_on(daemon, tmp_path):
     second = serve(daemon, disk=tmp_path / "disk")
     assert second.returncode == 2
@@ -167,6 +217,42 @@ def test_a_socket_path_that_cannot_be_had_is_refused_by_name(daemon, tmp_path):
         assert second.returncode == 2, second.stderr
         assert "daemon.socket" in second.stderr
         assert "Traceback" not in second.stderr
+
+
+def test_what_lies_at_the_sockets_path_and_is_not_a_dead_daemons_socket_is_left_alone(daemon, tmp_path):
+    (tmp_path / "notes").write_text("kept")
+    (tmp_path / "folder").mkdir()
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(str(tmp_path / "stranger"))
+        stranger.listen()
+        for name in ("notes", "folder", "stranger"):
+            second = serve(daemon, socket=tmp_path / name, disk=tmp_path / "disk")
+            assert second.returncode == 2, second.stderr
+            assert f"daemon.socket: {tmp_path / name}" in second.stderr or "listens at" in second.stderr
+            assert "Traceback" not in second.stderr
+        assert (tmp_path / "notes").read_text() == "kept"
+        assert (tmp_path / "folder").is_dir()
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(str(tmp_path / "stranger"))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="root alone may become another user")
+def test_a_folder_that_this_user_may_not_enter_is_refused_by_name(daemon):
+    hidden = daemon.directory / "hidden"
+    hidden.mkdir(mode=0o700)
+    daemon.directory.chmod(0o777)
+    # Imported before: the other user may not be able to read this interpreter's files.
+    code = (
+        "import os, shutil, sys, kvcascade.config.load; from kvcascade.daemon import cli, server\n"
+        "os.setuid(12345); sys.exit(cli.main(sys.argv[1:]))"
+    )
+    flags = ["--socket", daemon.directory / "mine" / "s", "--dram", "8MiB", "--dram-slab", "1MiB"]
+    for directory in (hidden, hidden / "disk"):
+        done = subprocess.run([sys.executable, "-P", "-c", code, "serve", *flags, "--disk", directory],
+                              capture_output=True, text=True, timeout=20, check=False)  # fmt: skip
+        assert done.returncode == 2, done.stderr
+        assert f"disk.directory {directory}" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_a_dead_daemons_socket_is_swept_away(daemon):
@@ -231,3 +317,41 @@ def _status(daemon):
         return daemon.status()
     except CascadeError:
         return None
+
+
+def test_the_usual_limit_of_descriptors_is_raised_for_the_sessions_that_may_attach(start_daemon):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        daemon = start_daemon()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)[0] > 2 * 1024
+
+
+def test_without_descriptors_new_connections_are_lost_and_attached_engines_go_on(daemon, start_engine):
+    engine, late = start_engine(daemon), start_engine(daemon, timeout=1.0)
+    engine.store(prompt("a", 4))
+    limits = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (descriptors_of(daemon) + 1, limits[1]))
+    for _ in range(10):
+        with pytest.raises(EngineError, match="DaemonUnavailable"):
+            late.attach()
+    assert engine.fetch(prompt("a", 4))["loaded"] == 4
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, limits)
+    late.attach()
+    assert late.fetch(prompt("a", 4))["loaded"] == 4
+    counters = daemon.status()["counters"]
+    assert counters["connections_lost"] >= 10
+    assert "internal_errors" not in counters
+
+
+@pytest.mark.parametrize("streams", [">/dev/full 2>/dev/full", "2>&1 >/dev/null | true", "<&- >&- 2>&-"])
+def test_the_daemon_needs_nobody_to_read_what_it_says(daemon, streams):
+    daemon.stop()
+    flags = " ".join(f"{name} '{value}'" for name, value in daemon.flags.items())
+    shell = subprocess.Popen(["/bin/bash", "-c", f"'{KVCASCADE}' serve {flags} {streams}; exit ${{PIPESTATUS[0]}}"])
+    pid = eventually(lambda: (_status(daemon) or {}).get("pid"))
+    os.kill(pid, signal.SIGTERM)
+    assert shell.wait(20) == 0
+    daemon.start()

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcascade.config.errors import CascadeError, ProtocolError, Refused
+from kvcascade.config.errors import CascadeError, DaemonUnavailable, ProtocolError, Refused
 from kvcascade.daemon import protocol
+from kvcascade.daemon.client import Client
 from kvcascade.daemon.protocol import (
     HEADER,
     MAX_BODY,
@@ -332,6 +333,8 @@ def test_hashes_of_the_wrong_width_are_refused_by_name():
         (0, "/run/user/0", "/run/kvcascade/kvcascade.sock"),
         (7, "/run/user/7", "/run/user/7/kvcascade/kvcascade.sock"),
         (7, None, "/tmp/kvcascade-7/kvcascade.sock"),
+        (7, "", "/tmp/kvcascade-7/kvcascade.sock"),
+        (7, "run", "/tmp/kvcascade-7/kvcascade.sock"),
     ],
 )
 def test_the_default_socket_is_the_users_own(monkeypatch, uid, runtime, path):
@@ -341,6 +344,28 @@ def test_the_default_socket_is_the_users_own(monkeypatch, uid, runtime, path):
     else:
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
     assert str(protocol.default_socket_path()) == path
+
+
+def test_a_fallback_socket_in_a_folder_that_others_control_is_not_trusted(monkeypatch, tmp_path):
+    # Anybody can make /tmp/kvcascade-UID first.
+    uid = os.getuid()
+    path = tmp_path / "kvcascade" / "kvcascade.sock"
+    monkeypatch.setattr(protocol, "_fallback", lambda uid: path)
+    assert protocol.distrust(path) == ""  # nothing is there
+    path.parent.mkdir(mode=0o700)
+    assert protocol.distrust(path) == ""
+    path.parent.chmod(0o770)
+    assert str(path.parent) in protocol.distrust(path)
+    with pytest.raises(DaemonUnavailable, match="belongs to another user"):
+        Client(path).connect()
+    path.parent.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    assert str(path.parent) in protocol.distrust(path)
+    assert protocol.distrust(tmp_path / "chosen" / "s") == ""
+    path.parent.rename(tmp_path / "elsewhere")
+    path.parent.symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    assert str(path.parent) in protocol.distrust(path)
 
 
 def test_protocol_client_and_attachment_import_nothing_heavy():

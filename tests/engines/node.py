@@ -25,6 +25,7 @@ from kvcascade.daemon.residency import Demotion, Move, Promotion, Residency, Slo
 from kvcascade.tiers.block import KVGroup, head_range
 from kvcascade.tiers.disk import BlockMeta, DiskTier, ReadJob, WriteJob, disproves
 from kvcascade.tiers.dram import DramTier
+from kvcascade.tiers.drives import Drives
 from kvcascade.tiers.hbm import HbmTier
 from kvcascade.tiers.namespace import Namespace
 
@@ -194,7 +195,7 @@ class Node:
         *,
         slabs: int = 4,
         hbm_slabs: int = 0,
-        disk: DiskTier | None = None,
+        disk: Drives | None = None,
         low_watermark: float = 0.05,
         hbm_watermark: float = 0.05,
         disk_policy: str = "back",
@@ -348,9 +349,13 @@ def running(**options: Any) -> Iterator[Node]:
         node.close()
 
 
-async def open_disk(directory: Path, capacity: int, clock: Clock | None = None) -> tuple[DiskTier, Any]:
-    """The real disk tier and what it recovered; close it with `await disk.close()`."""
-    disk = DiskTier(directory, capacity, threads=2) if clock is None else DiskTier(directory, capacity, clock=clock)
+async def open_disk(
+    directory: Path | Sequence[Path], capacity: int, clock: Clock | None = None, **options: Any
+) -> tuple[Drives, Any]:
+    """The real disk tier, of one directory or several, and what it recovered; close it with `await disk.close()`."""
+    options |= {"threads": 2} if clock is None else {"clock": clock}
+    directories = [directory] if isinstance(directory, Path) else directory
+    disk = Drives([DiskTier(one, capacity, **options) for one in directories])
     recovery = await asyncio.to_thread(disk.open)
     return disk, recovery
 

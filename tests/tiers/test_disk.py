@@ -1,171 +1,45 @@
 """The disk tier forgets when it must and never lies: every byte that it returns is checked against its key."""
 
 import asyncio
-import contextlib
 import fcntl
-import hashlib
 import json
-import mmap
 import os
 import random
-import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from engines.disk import (
+    KIB,
+    MIB,
+    NS,
+    OTHER_NS,
+    Tiers,
+    aligned,
+    fetch,
+    key,
+    read_job,
+    store,
+    truth,
+    whereabouts,
+    write_job,
+)
 
 from kvcascade.config.errors import ConfigError
 from kvcascade.tiers.disk import (
     BlockMeta,
     DiskTier,
     ReadJob,
-    Recovery,
     WriteJob,
     check_directory,
-    default_capacity,
     disproves,
     slot_size,
 )
+from kvcascade.tiers.folder import Folder
 from kvcascade.tiers.journal import RECORD, RECORD_BYTES, Journal
-
-U8 = npt.NDArray[np.uint8]
-NS = hashlib.sha256(b"a namespace").digest()
-OTHER_NS = hashlib.sha256(b"another namespace").digest()
-KIB = 1 << 10
-MIB = 1 << 20
-
-
-def key(name: object) -> bytes:
-    return hashlib.sha256(str(name).encode()).digest()
-
-
-def truth(name: object, length: int, namespace: bytes = NS) -> U8:
-    """The pattern oracle: every byte of a block follows from its namespace and key."""
-    return np.frombuffer(hashlib.shake_128(namespace + key(name)).digest(length), dtype=np.uint8)
-
-
-def aligned(length: int) -> U8:
-    return np.frombuffer(mmap.mmap(-1, length), dtype=np.uint8)[:length]
-
-
-def write_job(slot: int, name: object, length: int, namespace: bytes = NS, parent: bytes = b"") -> WriteJob:
-    payload = aligned(length)
-    payload[:] = truth(name, length, namespace)
-    return WriteJob(int(slot), BlockMeta(namespace, key(name), parent, 0, length, 7, b"\1\0\0\0"), payload)
-
-
-def read_job(slot: int, name: object, length: int, namespace: bytes = NS) -> ReadJob:
-    return ReadJob(int(slot), namespace, key(name), 0, length, aligned(length))
-
-
-async def store(tier: DiskTier, names: Sequence[object], length: int) -> list[int]:
-    """Blocks that are durable now; their slots."""
-    slots = tier.allocate(length, len(names))
-    assert len(slots) == len(names)
-    assert await tier.write([write_job(s, n, length) for s, n in zip(slots, names, strict=True)]) == [None] * len(names)
-    return [int(slot) for slot in slots]
-
-
-async def fetch(tier: DiskTier, slot: int, name: object, length: int) -> str | None:
-    """Why it is a miss, or None with every byte compared."""
-    job = read_job(slot, name, length)
-    (reason,) = await tier.read([job])
-    if reason is None:
-        assert np.array_equal(job.into, truth(name, length)), "foreign bytes"
-    return reason
-
-
-def whereabouts(recovery: Recovery) -> dict[bytes, int]:
-    return {row.tobytes(): int(slot) for row, slot in zip(recovery.hashes, recovery.slot, strict=True)}
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Tiers:
-    """Opens tiers on one directory, one after another, and ends them."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.clock = FakeClock()
-        self.tier: DiskTier | None = None
-
-    async def open(self, capacity: int = 64 * MIB, directory: Path | None = None, threads: int = 2) -> Recovery:
-        await self.close()
-        tier = DiskTier(directory or self.directory, capacity, threads=threads, clock=self.clock)
-        recovery = tier.open()
-        tier.register_namespace(NS, b"what NS means")
-        tier.register_namespace(OTHER_NS, b"what OTHER_NS means")
-        self.tier = tier
-        return recovery
-
-    async def close(self) -> None:
-        if self.tier is not None:
-            assert self.tier.check() == []
-            assert await self.tier.close()
-            assert self.tier.check() == []
-            self.tier = None
-
-
-@pytest.fixture
-async def tiers(tmp_path: Path) -> AsyncIterator[Tiers]:
-    before = open_descriptors()
-    opened = Tiers(tmp_path / "disk")
-    yield opened
-    await opened.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvcascade-disk")]
-    assert open_descriptors() <= before
-
-
-def open_descriptors() -> set[str]:
-    found = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            found.add(f"{entry.name} {entry.readlink()}")
-    return found
-
-
-def mounted(kind: str, at: Path, *options: str) -> Iterator[Path]:
-    at.mkdir()
-    done = subprocess.run(["mount", *options, at], capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"cannot mount {kind} here: {done.stderr.strip()}")
-    try:
-        yield at
-    finally:
-        subprocess.run(["umount", at], check=True)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    yield from mounted("tmpfs", tmp_path / "small", "-t", "tmpfs", "-o", "size=8m", "none")
-
-
-@pytest.fixture
-def plain_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system that knows neither direct IO nor fallocate."""
-    yield from mounted("ramfs", tmp_path / "plain", "-t", "ramfs", "none")
-
-
-@pytest.fixture
-def image_disk(tmp_path: Path) -> Iterator[Path]:
-    image = tmp_path / "image"
-    with image.open("wb") as file:
-        file.truncate(64 * MIB)
-    subprocess.run(["mkfs.ext4", "-q", image], check=True)
-    yield from mounted("a loop device", tmp_path / "loop", "-o", "loop", str(image))
-
 
 # -- the natural way
 
@@ -375,12 +249,6 @@ async def test_usage_is_right_after_a_restart_and_the_limit_still_holds(tiers: T
     assert not set(got.tolist()) & set(recovery.slot.tolist())
 
 
-def test_a_limit_is_a_share_of_the_file_system_by_default(tmp_path: Path) -> None:
-    free = os.statvfs(tmp_path)
-    limit = default_capacity(tmp_path / "not" / "there", 0.5)
-    assert 0.3 * free.f_bavail * free.f_frsize < limit <= 0.6 * free.f_bavail * free.f_frsize
-
-
 # -- doubt is a miss
 
 
@@ -586,108 +454,6 @@ async def test_a_block_found_twice_is_taken_once_the_later_copy(tiers: Tiers) ->
     assert tiers.tier.blocks == 2
 
 
-WRITER = """
-import asyncio, hashlib, sys
-from pathlib import Path
-import numpy as np
-from kvcascade.tiers.disk import BlockMeta, DiskTier, WriteJob
-
-NS = hashlib.sha256(b"a namespace").digest()
-LENGTHS = [4096, 60_000, 300_000]
-
-def say(word, *names):
-    print(word, *names, flush=True)
-
-async def chain(tier, first, count):
-    length = LENGTHS[first % len(LENGTHS)]
-    slots = tier.allocate(length, count)
-    names = [f"{sys.argv[2]}-{first}-{i}" for i in range(len(slots))]
-    jobs = []
-    for slot, name in zip(slots, names):
-        key = hashlib.sha256(name.encode()).digest()
-        payload = np.frombuffer(hashlib.shake_128(NS + key).digest(length), dtype=np.uint8)
-        jobs.append(WriteJob(int(slot), BlockMeta(NS, key, b"", 0, length, 0), payload))
-    say("writing", *names)
-    reasons = await tier.write(jobs)
-    assert reasons == [None] * len(jobs), reasons
-    say("durable", *names)
-    return list(zip(slots.tolist(), names))
-
-async def main():
-    tier = DiskTier(Path(sys.argv[1]), 6 << 20, threads=3)
-    recovery = tier.open()
-    tier.register_namespace(NS, b"what NS means")
-    tier.free(recovery.slot[: len(recovery) // 2])
-    say("open")
-    kept = []
-    for turn in range(10_000):
-        for done in await asyncio.gather(*(chain(tier, 3 * turn + i, 4) for i in range(3))):
-            kept += done
-        if len(kept) > 20:
-            going, kept = kept[:12], kept[12:]
-            say("freeing", *(name for _, name in going))
-            tier.free([slot for slot, _ in going])
-
-asyncio.run(main())
-"""
-
-
-def write_until_killed(directory: Path, prefix: str, point: str, chance: random.Random) -> tuple[set[str], set[str]]:
-    """SIGKILL, some time after the writer has named a point of its work: the names of the blocks that it called durable
-    and did not begin to free, and of all."""
-    child = subprocess.Popen([sys.executable, "-c", WRITER, directory, prefix], stdout=subprocess.PIPE, text=True)
-    durable: set[str] = set()
-    announced: set[str] = set()
-    passes = 1 if point == "open" else chance.randint(1, 8)
-    assert child.stdout is not None
-    # What the pipe still holds after the kill was said before it: it binds too.
-    for line in child.stdout:
-        word, *names = line.split()
-        announced.update(names)
-        if word == "durable":
-            durable.update(names)
-        elif word == "freeing":
-            durable.difference_update(names)
-        if word == point:
-            passes -= 1
-            if passes == 0:
-                deadline = time.perf_counter() + chance.random() * 0.02
-                while time.perf_counter() < deadline:
-                    pass
-                child.kill()
-    child.stdout.close()
-    assert child.wait() == -signal.SIGKILL
-    return durable, announced
-
-
-@pytest.mark.parametrize("point", ["open", "writing", "durable", "freeing"])
-async def test_a_killed_writer_leaves_every_durable_block_and_no_foreign_byte(tiers: Tiers, point: str) -> None:
-    chance = random.Random(point)
-    for life in range(3):
-        durable, announced = write_until_killed(tiers.directory, f"{point}{life}", point, chance)
-        recovery = await tiers.open(capacity=6 * MIB)
-        tier = tiers.tier
-        assert tier is not None
-        assert set(recovery.dropped) <= {"torn journal tail"}
-        assert tier.used == sum(slot_size(int(length)) for length in recovery.length) <= 6 * MIB
-        found = whereabouts(recovery)
-        lengths = {row.tobytes(): int(length) for row, length in zip(recovery.hashes, recovery.length, strict=True)}
-        for name in durable:
-            assert await fetch(tier, found[key(name)], name, lengths[key(name)]) is None
-        for name in announced - durable:
-            if key(name) in found:
-                await fetch(tier, found[key(name)], name, lengths[key(name)])
-        # Whatever else is there belongs to earlier lives; it proves itself or is a miss.
-        for row in recovery.hashes:
-            length = lengths[row.tobytes()]
-            job = ReadJob(found[row.tobytes()], NS, row.tobytes(), 0, length, aligned(length))
-            (reason,) = await tier.read([job])
-            if reason is None:
-                expected = hashlib.shake_128(NS + row.tobytes()).digest(length)
-                assert np.asarray(job.into).tobytes() == expected
-        await tiers.close()
-
-
 async def test_a_million_blocks_are_back_within_seconds(tiers: Tiers) -> None:
     count = 1_000_000
     await tiers.open()
@@ -700,11 +466,13 @@ async def test_a_million_blocks_are_back_within_seconds(tiers: Tiers) -> None:
     records["hash"] = np.random.default_rng(3).integers(0, 256, (count, 32), dtype=np.uint8)
     records["kind"], records["length"], records["pages"] = 1, 4096, 2
     records["index"] = np.arange(count)
-    journal = Journal(tiers.directory, identity)
+    folder = Folder(tiers.directory)
+    journal = Journal(folder, identity)
     journal.replay()
     for part in np.split(records, 10):
         journal.append(bytearray(part.tobytes()))
     journal.close()
+    folder.close()
     os.truncate(slab(tiers.directory, 4096), count * slot_size(4096))
     began = time.process_time()
     recovery = await tiers.open(capacity=2 * count * slot_size(4096))
@@ -805,8 +573,8 @@ async def test_what_dead_writers_left_is_swept(tiers: Tiers) -> None:
 async def test_a_full_file_system_is_a_reason_and_a_state_that_passes(tiers: Tiers, small_disk: Path) -> None:
     # A1
     ballast = small_disk / "ballast"
-    ballast.write_bytes(bytes(5 * MIB))
     await tiers.open(capacity=64 * MIB, directory=small_disk / "disk")
+    ballast.write_bytes(bytes(5 * MIB))
     tier = tiers.tier
     assert tier is not None
     kept = await store(tier, range(4), 256 * KIB)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcascade.tiers.folder import Folder, write_durably
 from kvcascade.tiers.journal import (
     RECORD,
     RECORD_BYTES,
@@ -20,7 +21,6 @@ from kvcascade.tiers.journal import (
     put_record,
     record_checksums,
     remove_record,
-    write_durably,
 )
 
 IDENTITY = bytes(range(16))
@@ -37,15 +37,17 @@ def names(records: npt.NDArray[np.void]) -> list[int]:
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Journal]:
-    opened = Journal(tmp_path, IDENTITY)
+    folder = Folder(tmp_path)
+    opened = Journal(folder, IDENTITY)
     opened.replay()
     yield opened
     opened.close()
+    folder.close()
 
 
 def reopened(journal: Journal, directory: Path) -> Journal:
     journal.close()
-    return Journal(directory, IDENTITY)
+    return Journal(Folder(directory), IDENTITY)
 
 
 def test_records_come_back_in_order_with_all_their_fields(journal: Journal, tmp_path: Path) -> None:
@@ -95,22 +97,22 @@ def test_a_record_at_another_place_or_of_another_directory_or_file_is_dropped(jo
     journal.close()
     (path,) = tmp_path.glob("journal-*")
     content = path.read_bytes()
-    assert names(Journal(tmp_path, IDENTITY).replay().records) == [1, 2]
-    assert len(Journal(tmp_path, bytes(16)).replay().records) == 0
+    assert names(Journal(Folder(tmp_path), IDENTITY).replay().records) == [1, 2]
+    assert len(Journal(Folder(tmp_path), bytes(16)).replay().records) == 0
     path.write_bytes(content[RECORD_BYTES:] + content[:RECORD_BYTES])
-    assert len(Journal(tmp_path, IDENTITY).replay().records) == 0
+    assert len(Journal(Folder(tmp_path), IDENTITY).replay().records) == 0
     path.write_bytes(content)
     path.rename(tmp_path / "journal-00000002")
-    assert len(Journal(tmp_path, IDENTITY).replay().records) == 0
+    assert len(Journal(Folder(tmp_path), IDENTITY).replay().records) == 0
     (tmp_path / "snapshot-00000001").write_bytes(content)
-    assert len(Journal(tmp_path, IDENTITY).replay().records) == 0
+    assert len(Journal(Folder(tmp_path), IDENTITY).replay().records) == 0
 
 
 @pytest.mark.parametrize("content", [b"", bytes(10 * RECORD_BYTES), b"\xff" * 1000, os.urandom(999_999)])
 def test_a_file_of_rubbish_holds_no_records(tmp_path: Path, content: bytes) -> None:
     for name in ("journal-00000001", "snapshot-00000001", "journal-00000002", f"namespace-{'ab' * 32}"):
         (tmp_path / name).write_bytes(content)
-    replay = Journal(tmp_path, IDENTITY).replay()
+    replay = Journal(Folder(tmp_path), IDENTITY).replay()
     assert len(replay.records) == 0
     assert replay.namespaces == {}
     assert replay.dropped["damaged namespace"] == 1
@@ -199,11 +201,11 @@ def test_compaction_is_due_by_size_or_by_the_number_of_segments(journal: Journal
 
 
 def test_a_file_is_put_under_its_name_whole_or_not_at_all(tmp_path: Path) -> None:
-    write_durably(tmp_path / "x", b"one")
-    write_durably(tmp_path / "x", b"two")
+    write_durably(Folder(tmp_path), "x", b"one")
+    write_durably(Folder(tmp_path), "x", b"two")
     assert (tmp_path / "x").read_bytes() == b"two"
     with pytest.raises(TypeError):
-        write_durably(tmp_path / "x", "no bytes")  # type: ignore[arg-type]
+        write_durably(Folder(tmp_path), "x", "no bytes")  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 

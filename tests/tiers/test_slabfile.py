@@ -1,7 +1,6 @@
 """Slots of one size: who holds which, agreeing with a plain model after every step."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ class Slots(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.file = SlabFile(Path("slab-8192.dat"), 8192)
+        self.file = SlabFile("slab-8192.dat", 8192)
         self.held: set[int] = set()
         self.recorded: set[int] = set()
 
@@ -89,7 +88,7 @@ TestSlots.settings = settings(max_examples=60, stateful_step_count=30, deadline=
 
 
 def test_a_run_is_found_far_from_the_last_search_in_a_large_file() -> None:
-    file = SlabFile(Path("slab-8192.dat"), 8192)
+    file = SlabFile("slab-8192.dat", 8192)
     count = 300_000
     everything = file.take(count, count)
     assert len(everything) == count
