@@ -54,7 +54,7 @@ class Transfer:
         self._copiers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="kvcascade-copy")
         self._closing = False
         self._paused = False
-        self._at_work = 0  # cleaners that are in the middle of something
+        self._at_work = 0  # cleaners and watches that are in the middle of something
         residency.wake = self._work.set
         residency.grew = self._tell_growth
 
@@ -229,7 +229,7 @@ class Transfer:
         """
         self._paused = True
         end = asyncio.get_running_loop().time() + timeout
-        while self._at_work or self._flights:
+        while self._at_work or self._flights or self._demotions:
             if asyncio.get_running_loop().time() >= end:
                 return False
             await asyncio.sleep(PAUSE_S)
@@ -250,11 +250,14 @@ class Transfer:
             if disk is None or self._paused:  # another daemon has the directories
                 continue
             was_writable = disk.writable
+            self._at_work += 1
             try:
                 await disk.watch(drive)
                 self._residency.trim_disk()
             except Exception:
                 log.exception("watching failed drive=%d", drive)
+            finally:
+                self._at_work -= 1
             if disk.writable and not was_writable:
                 self._residency.wake()
 
