@@ -99,7 +99,6 @@ class Predecessor:
 
     def __init__(self, daemon: "Daemon", session: "Session") -> None:
         self.session = session
-        self.succeeded = False
         self.settled = asyncio.Event()
         self._daemon = daemon
         # The loop's thread alone.
@@ -273,7 +272,6 @@ class Predecessor:
 
     def _finish(self) -> None:
         self._state = _State.OVER
-        self.succeeded = True
         self.settled.set()
         log.info("handed over to pid=%d", self.session.pid)
         self._daemon.stop()
@@ -371,6 +369,7 @@ class Successor:
             self._memory = descriptors.pop() if descriptors else None
             if self._memory is None or take(self._described, "format", int) != FORMAT:
                 raise Refused("takeover: the running daemon hands over no memory, or in another format")
+            log.info("taking over pid=%(pid)s version=%(version)s", self._described)
         except BaseException:
             self.close()
             raise

@@ -45,6 +45,7 @@ LEDGER: Final = "kvcascade-ledger"
 SEAL_BYTES: Final = 64 << 20  # of blocks that are read for their checksums at once
 SEAL_PAUSE_S: Final = 0.05  # commits come by the hundred
 VERIFIERS: Final = 4
+WITHHELD_PART: Final = 1 << 16
 
 
 class Keeper:
@@ -277,8 +278,10 @@ class Remains:
             if not writers:
                 self.ledger.clear(pages)
                 continue
-            remaining = np.ones(len(pages), dtype=np.uint64)
-            found.append(Withheld(namespace, 1, "before the crash", [(group, pages, remaining)], []))
+            # In parts, each of which fits in a frame of a takeover.
+            parts = [pages[start : start + WITHHELD_PART] for start in range(0, len(pages), WITHHELD_PART)]
+            slots = [(group, part, np.ones(len(part), dtype=np.uint64)) for part in parts]
+            found.append(Withheld(namespace, 1, "before the crash", slots, []))
         return found, writers
 
     def close(self) -> None:

@@ -535,3 +535,30 @@ def test_a_new_daemon_that_stands_still_is_given_up_after_a_while(daemon):
                 ask("commit")
             for descriptor in descriptors:
                 os.close(descriptor)
+
+
+@pytest.mark.parametrize("step", ["freeze", "commit"])
+def test_after_a_takeover_that_failed_the_disk_is_as_it_was(start_daemon, start_engine, step):
+    daemon = start_daemon(dram="8MiB", dram_slab="1MiB", disk_write_policy="through")
+    engine = start_engine(daemon)
+    for name in range(12):
+        engine.store(prompt(f"p {name}", 40))
+        eventually(lambda: dram(daemon)["dirty"] == 0)
+    before = daemon.status()["index"]["blocks"]
+    for _ in range(2):
+        with successor(daemon, sys.executable, "-P", "-c", KILLED, "new", step) as new:
+            assert new.wait(20) == -signal.SIGKILL
+        eventually(lambda: _status(daemon)["pid"] == daemon.pid)
+        assert daemon.check() == []
+        assert daemon.status()["index"]["blocks"] == before
+        assert dram(daemon)["dirty"] == 0
+    # Blocks that lie on disk alone come up, new ones go down, and the next start finds all of them.
+    for name in range(12):
+        got = fetched(engine, prompt(f"p {name}", 40))
+        assert (got["loaded"], got["foreign"]) == (40, 0)
+    engine.store(prompt("late", 8))
+    eventually(lambda: dram(daemon)["dirty"] == 0)
+    held = daemon.status()["index"]["blocks"]
+    assert held > before
+    daemon.restart()
+    assert daemon.status()["recovered"]["blocks"] == held

@@ -379,3 +379,32 @@ def test_without_cuda_it_is_said_why_and_host_memory_stays_unpinned(memory: Shar
     with pytest.raises(TierUnavailable, match="cuda:0"):
         open_device_memory("cuda:0", MIB)
     assert "cuda:0" in str(register_host(memory.array()))
+
+
+def test_an_earlier_owners_memory_is_adopted_as_it_is():
+    first = SharedMemory("kvcascade-test", 2 * PAGE)
+    first.array()[:] = 7
+    second = SharedMemory.adopt(first.export(), first.size)
+    assert (second.array() == 7).all()
+    second.populate(0, 2 * PAGE)
+    second.array()[0] = 8
+    assert (first.array()[0], first.array()[1]) == (8, 7)
+    first.close()
+    assert second.array()[0] == 8
+    second.close()
+
+
+def test_what_is_no_pool_is_not_adopted_and_stays_the_callers():
+    memory = SharedMemory("kvcascade-test", PAGE)
+    alone = SharedMemory("kvcascade-test", PAGE, sole_writer=True)
+    for fd, size in (
+        (memory.export(), 2 * PAGE),  # another size
+        (os.memfd_create("unsealed"), 0),
+        (os.open("/dev/null", os.O_RDWR), 0),
+        (alone.export(), PAGE),  # no second process may write there
+    ):
+        with pytest.raises(ProtocolError):
+            SharedMemory.adopt(fd, size)
+        os.close(fd)
+    memory.close()
+    alone.close()
