@@ -562,3 +562,20 @@ def test_after_a_takeover_that_failed_the_disk_is_as_it_was(start_daemon, start_
     assert held > before
     daemon.restart()
     assert daemon.status()["recovered"]["blocks"] == held
+
+
+def test_failed_takeovers_leave_no_descriptor_behind(daemon, start_engine):
+    engine = start_engine(daemon)
+    engine.store(prompt("a", 4))
+    writer = start_engine(daemon)
+    writer.reserve(prompt("b", 4))
+
+    def descriptors():
+        return sum(1 for _ in Path(f"/proc/{daemon.pid}/fd").iterdir())
+
+    before = eventually(lambda: daemon.status()["index"]["blocks"] and descriptors())
+    for step in ("begin", "read", "commit"):
+        with successor(daemon, sys.executable, "-P", "-c", KILLED, "new", step) as new:
+            assert new.wait(20) == -signal.SIGKILL
+        eventually(lambda: _status(daemon)["pid"] == daemon.pid)
+        eventually(lambda: descriptors() <= before)
