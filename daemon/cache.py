@@ -25,8 +25,9 @@ from kvcascade.tiers.pool import SlotState
 
 from .index import NO_ROW, NO_SLOT, U8, U32, U64, RowState, repeats
 from .lease import MAX_RANKS, Attachment, Entry, Fence, Lease, Reservation, Writer
+from .plans import Slots, Space
 from .protocol import POOL_DRAM, POOL_HBM, BlockState, Tier
-from .residency import Residency, Slots, Space
+from .residency import Residency
 
 NO_SLOTS = Slots(np.empty(0, np.uint8), np.empty(0, np.uint32), np.empty(0, np.uint32))
 

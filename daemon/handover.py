@@ -44,8 +44,9 @@ from kvcascade.tiers.namespace import Namespace
 from .client import Client
 from .index import U32, U64
 from .lease import Entry, Reservation, Writer
+from .plans import Space, Warm
 from .protocol import MAX_DESCRIPTORS, OP_TAKEOVER, POOL_DRAM, take, take_u8, take_u32, take_u64
-from .residency import Residency, Space, Warm
+from .residency import Residency
 
 if TYPE_CHECKING:
     from .server import Daemon

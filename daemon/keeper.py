@@ -34,8 +34,9 @@ from .cache import Cache
 from .handover import Withheld
 from .index import NO_ROW, NO_SLOT, U32, U64, Mask, RowState
 from .lease import Entry
+from .plans import Space, Warm
 from .protocol import POOL_DRAM, decode_body, take
-from .residency import Residency, Space, Warm
+from .residency import Residency
 from .supervisor import Supervisor
 
 log = logging.getLogger("kvcascade.keeper")

@@ -17,7 +17,7 @@ from kvcascade.config.errors import Refused
 from kvcascade.tiers.block import committers
 
 from .index import U8, U32, U64, Mask, repeats
-from .residency import Space
+from .plans import Space
 
 MAX_RANKS = 64  # committed ranges are kept as one bit a rank
 

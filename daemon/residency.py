@@ -14,7 +14,6 @@ The rules that hold throughout, proved by `check()`:
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,111 +22,23 @@ import numpy.typing as npt
 
 from kvcascade.config.errors import CascadeError, ProtocolError, Refused
 from kvcascade.config.settings import Settings
-from kvcascade.tiers.block import CRYPTOGRAPHIC, HASH_BYTES, KVGroup
+from kvcascade.tiers.block import CRYPTOGRAPHIC, HASH_BYTES
 from kvcascade.tiers.disk import Recovery, slot_size
 from kvcascade.tiers.dram import DramTier
 from kvcascade.tiers.drives import NOWHERE, Drives
 from kvcascade.tiers.hbm import HbmTier
 from kvcascade.tiers.namespace import Namespace
-from kvcascade.tiers.policy import VictimQueue
 from kvcascade.tiers.pool import PAGE_SHIFT, SlotState
 
 from .index import NO_ROW, NO_SLOT, U8, U32, U64, Index, Mask, RowState, pack_keys
+from .plans import Demotion, Move, Promotion, Recovered, Slots, Space, Warm
 from .protocol import POOL_DRAM, POOL_HBM, Tier, decode_body
+from .sizeclass import NEVER, SizeClass
 
 DEMOTION_BATCH_BYTES = 32 << 20
 DEMOTION_BATCH_BLOCKS = 128  # describing a batch costs the loop some 8 us a block
 NEIGHBOURS = 4096  # remembered at most: chains whose blocks are on their way to disk, batch by batch
 MAX_SIZE_CLASSES = 255  # a u8 column
-NEVER = 1 << 64  # later than every stamp
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """One KV group of one namespace, numbered for the index, with the size class of its blocks."""
-
-    number: int
-    namespace: Namespace
-    fingerprint: bytes
-    group: int
-    shape: KVGroup
-    block_bytes: int
-    slot_bytes: int
-    size_class: int
-    width: int  # bytes of a block hash
-    keeps_tokens: bool  # the hash is not cryptographic: token ids are kept and compared
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """Where blocks lie in memory, with the generations that must still hold after a copy."""
-
-    pools: U8
-    pages: U32
-    generations: U32
-
-
-@dataclass(frozen=True, slots=True)
-class Demotion:
-    """Copy `rows` down: from HBM to DRAM pages, or from DRAM to disk slots."""
-
-    source: Tier
-    size_class: int
-    rows: U32
-    pages: U32  # where the bytes are: HBM or DRAM
-    targets: U32  # where they go: DRAM pages or disk slots
-
-
-@dataclass(frozen=True, slots=True)
-class Promotion:
-    """Read `rows`, all of one space, from disk `slots` into DRAM `pages`."""
-
-    space: Space
-    rows: U32
-    slots: U32
-    pages: U32
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Copy `rows` from `pages` to `targets` within DRAM, so that `slab` can go to another size class."""
-
-    slab: int
-    slot_bytes: int
-    rows: U32
-    pages: U32
-    targets: U32
-
-
-@dataclass(frozen=True, slots=True)
-class Warm:
-    """Blocks of one space that lie in DRAM: what a daemon that takes the pool over is told. One entry a block.
-
-    `tokens` are those of the blocks in `has_tokens`, (k, block tokens). Which of them are clean is not told: the disk
-    itself says what it has.
-    """
-
-    space: Space
-    keys: U64  # (n, 4)
-    parents: U64  # (n, 4), zeros where there is none
-    has_parent: Mask
-    pages: U32
-    stamps: U64
-    reused: U8
-    has_tokens: Mask
-    tokens: U32
-
-
-@dataclass(frozen=True, slots=True)
-class _Recovered:
-    """A disk's blocks that fit this daemon's spaces, one entry a block."""
-
-    space: U32
-    keys: U64
-    parents: U64
-    has_parent: Mask
-    stamps: U64
-    slots: U32
 
 
 class Residency:
@@ -153,20 +64,9 @@ class Residency:
         self.reserved: Callable[[Space, U32], None] = lambda space, pages: None  # DRAM slots that engines will write
         self.give_up: Callable[[U32], None] = lambda rows: None
         self._space_of: dict[tuple[bytes, int], Space] = {}
-        self._classes: list[int] = []  # size class number → slot bytes
-        self._clean: list[int] = []  # size class → rows that lie in DRAM and on disk
-        self._clean_victims: list[VictimQueue] = []
-        self._dirty_victims: list[VictimQueue] = []
-        self._fresh: list[list[U32]] = []  # stored since, and to be copied to disk at once
-        self._demotable: list[VictimQueue] = []  # dirty, and the disk takes them
-        self._disk_victims: list[VictimQueue] = []
-        self._disk_slots_fit: Callable[[U32], Mask] | None = None  # while victims are taken on some drives alone
+        self._classes: list[SizeClass] = []  # by number
         # Row → a disk slot near which its copy is best put: that of the block above or below it. Hints, maybe outdated.
         self._neighbour: dict[int, int] = {}
-        self._starved: set[int] = set()  # classes that wait for a slab of another class
-        # Classes where a store found too little that is clean and may go, whatever the watermark says of the others:
-        # leases pin clean blocks, and parents of what is stored must stay.
-        self._short: set[int] = set()
         self.wants_cleaning = False  # what the last plan_demotion saw: too little is free or clean
         self._promoting: set[int] = set()  # rows being read from disk
         self._promoting_bytes = 0
@@ -197,69 +97,15 @@ class Residency:
         return space
 
     def _class_number(self, slot_bytes: int) -> int:
-        if slot_bytes in self._classes:
-            return self._classes.index(slot_bytes)
-        if len(self._classes) == MAX_SIZE_CLASSES:
-            raise CascadeError(f"slots of {slot_bytes} bytes: {MAX_SIZE_CLASSES} sizes are in use already")
+        for known in self._classes:
+            if known.slot_bytes == slot_bytes:
+                return known.number
         number = len(self._classes)
-        self._classes.append(slot_bytes)
-        self._clean.append(0)
-        index = self.index
-        # "on-reuse" spares a disk that wears: it takes what was asked for again since it was stored.
-        least_reuse = 1 if self._settings.disk.write_policy == "on-reuse" else 0
-
-        def in_dram(clean: bool) -> Callable[[], U32]:
-            def rows() -> U32:
-                high = index.high
-                mine = (index.dram[:high] != NO_SLOT) & (index.size_class[:high] == number)
-                mine &= (index.disk[:high] != NO_SLOT) == clean
-                return np.flatnonzero(mine & (index.state[:high] == RowState.READY)).astype(np.uint32)
-
-            return rows
-
-        def on_disk() -> U32:
-            high = index.high
-            mine = (index.disk[:high] != NO_SLOT) & (index.size_class[:high] == number)
-            return np.flatnonzero(mine & (index.state[:high] == RowState.READY)).astype(np.uint32)
-
-        def score(rows: U32) -> U64:
-            return index.stamp[rows]
-
-        def idle(rows: U32) -> Mask:
-            result: Mask = (index.state[rows] == RowState.READY) & (index.pins[rows] == 0) & (index.busy[rows] == 0)
-            return result
-
-        def clean(rows: U32) -> Mask:
-            result: Mask = idle(rows) & (index.dram[rows] != NO_SLOT) & (index.disk[rows] != NO_SLOT)
-            return result
-
-        def dirty(rows: U32) -> Mask:
-            result: Mask = idle(rows) & (index.dram[rows] != NO_SLOT) & (index.disk[rows] == NO_SLOT)
-            return result
-
-        def droppable(rows: U32) -> Mask:
-            good = dirty(rows)
-            last = good & (index.hbm[rows] == NO_SLOT)
-            good[last] = index.childless_in_order(rows[last])
-            return good
-
-        def admitted(rows: U32) -> Mask:
-            result: Mask = dirty(rows) & (index.reused[rows] >= least_reuse)
-            return result
-
-        def disposable(rows: U32) -> Mask:
-            good: Mask = idle(rows) & (index.disk[rows] != NO_SLOT)
-            if self._disk_slots_fit is not None:
-                good[good] = self._disk_slots_fit(index.disk[rows[good]])
-            last = good & (index.dram[rows] == NO_SLOT) & (index.hbm[rows] == NO_SLOT)
-            good[last] = index.childless_in_order(rows[last])
-            return good
-
-        self._clean_victims.append(VictimQueue(in_dram(clean=True), score, clean))
-        self._dirty_victims.append(VictimQueue(in_dram(clean=False), score, droppable))
-        self._fresh.append([])
-        self._demotable.append(VictimQueue(in_dram(clean=False), score, admitted))
-        self._disk_victims.append(VictimQueue(on_disk, score, disposable))
+        if number == MAX_SIZE_CLASSES:
+            raise CascadeError(f"slots of {slot_bytes} bytes: {MAX_SIZE_CLASSES} sizes are in use already")
+        # "on-reuse" spares a disk that wears.
+        admit_reused = self._settings.disk.write_policy == "on-reuse"
+        self._classes.append(SizeClass(number, slot_bytes, self.index, admit_reused=admit_reused))
         return number
 
     def leading_run(self, space: Space, rows: U32, *, ready: bool) -> U32:
@@ -312,7 +158,7 @@ class Residency:
         # The chain's tail must not be evicted to make room for its own children.
         self.index.busy[held] += np.uint8(1)
         try:
-            slot_bytes = self._classes[size_class]
+            slot_bytes = self.slot_bytes(size_class)
             hbm = _none(np.uint32)
             if self.hbm is not None and slot_bytes <= self.hbm.pool.slab_bytes:
                 hbm = self.hbm.allocate(slot_bytes, count)
@@ -325,43 +171,38 @@ class Residency:
 
     def _dram_room(self, size_class: int, count: int, *, drop: bool = True) -> U32:
         """Up to `count` PENDING DRAM slots: free ones, then clean victims', then (`drop`) the oldest dirty leaves'."""
-        pool, slot_bytes = self.dram.pool, self._classes[size_class]
+        pool, slot_bytes = self.dram.pool, self.slot_bytes(size_class)
         pages = pool.allocate(slot_bytes, count)
         short = count - len(pages)
         if short > 0 and self._evict(size_class, short, drop=drop):
             pages = np.concatenate([pages, pool.allocate(slot_bytes, short)])
         if len(pages) < count and drop:
-            self._starved.add(size_class)
+            self._classes[size_class].starved = True
         return pages
 
     def _evict(self, size_class: int, count: int, *, drop: bool = True) -> int:
         """Frees up to `count` DRAM slots of a class; returns how many."""
-        victims = self._clean_victims[size_class].take(count)
+        mine = self._classes[size_class]
+        victims = mine.clean_victims.take(count)
         self._drop_dram(victims)
         self.counters["evicted_blocks"] += len(victims)
         if len(victims) < count and drop:
-            victims = np.concatenate([victims, self._drop_dirty(size_class, count - len(victims))])
-            self._short.add(size_class)
+            victims = np.concatenate([victims, self._drop_dirty(mine, count - len(victims))])
+            mine.short = True
             self.wake()
         if len(self._classes) > 1 and len(victims):
             youngest = int(self.index.stamp[victims].max())
-            if any(self._oldest(other) < youngest for other in range(len(self._classes)) if other != size_class):
-                self._starved.add(size_class)  # another class keeps blocks that are older than those that had to go
+            if any(self._oldest(other) < youngest for other in self._classes if other is not mine):
+                mine.starved = True  # another class keeps blocks that are older than those that had to go
         return len(victims)
 
-    def _oldest(self, size_class: int) -> int:
-        """No block of this class in DRAM has an older stamp."""
-        counts = self.dram.pool.counts().get(self._classes[size_class])
-        clean = self._clean[size_class]
-        dirty = (counts.ready if counts else 0) - clean
-        return min(
-            self._clean_victims[size_class].lowest() if clean else NEVER,
-            self._dirty_victims[size_class].lowest() if dirty else NEVER,
-        )
+    def _oldest(self, size_class: SizeClass) -> int:
+        counts = self.dram.pool.counts().get(size_class.slot_bytes)
+        return size_class.oldest(counts.ready if counts else 0)
 
-    def _drop_dirty(self, size_class: int, count: int) -> U32:
+    def _drop_dirty(self, size_class: SizeClass, count: int) -> U32:
         """Forgets the oldest dirty leaves: the cleaner fell behind, or there is nothing below. Returns which."""
-        rows = self._dirty_victims[size_class].take(count)
+        rows = size_class.dirty_victims.take(count)
         elsewhere = self.index.hbm[rows] != NO_SLOT
         self._drop_dram(rows[elsewhere])
         leaves = rows[~elsewhere]
@@ -378,10 +219,9 @@ class Residency:
         self.dram.free(pages)
 
     def _count_clean(self, rows: U32, change: int) -> None:
-        for size_class, count in enumerate(
-            np.bincount(self.index.size_class[rows], minlength=len(self._clean)).tolist()
-        ):
-            self._clean[size_class] += change * count
+        counts = np.bincount(self.index.size_class[rows], minlength=len(self._classes))
+        for size_class, count in zip(self._classes, counts.tolist(), strict=True):
+            size_class.clean += change * count
 
     def remove(self, rows: U32) -> None:
         """Makes rows unfindable, and frees what nobody holds."""
@@ -431,73 +271,48 @@ class Residency:
     def _plan_dram_demotion(self, everything: bool) -> Demotion | None:
         if self.disk is None or not self.disk.writable:
             return None
-        for size_class, slot_bytes in enumerate(self._classes):
-            plan = self._plan_class_demotion(size_class, slot_bytes, everything)
+        for size_class in self._classes:
+            plan = self._plan_class_demotion(size_class, everything)
             if plan is not None:
                 return plan
         return None
 
-    def _plan_class_demotion(self, size_class: int, slot_bytes: int, everything: bool) -> Demotion | None:
-        pool = self.dram.pool
+    def _plan_class_demotion(self, size_class: SizeClass, everything: bool) -> Demotion | None:
+        pool, slot_bytes = self.dram.pool, size_class.slot_bytes
         batch = min(max(1, self._batch_bytes // slot_bytes), DEMOTION_BATCH_BLOCKS)
-        rows = self._take_fresh(size_class, batch)
-        short = size_class in self._short
-        self._short.discard(size_class)
+        rows = size_class.take_fresh(batch)
+        short, size_class.short = size_class.short, False
         if not len(rows) and not everything and not short:
             target = 2 * self._settings.dram.low_watermark.of(pool.capacity)
-            easy = pool.free_slots(slot_bytes) + self._clean[size_class]
+            easy = pool.free_slots(slot_bytes) + size_class.clean
             if easy * slot_bytes >= target:
                 return None
         if not len(rows):
             self.wants_cleaning = True
-            rows = self._newest_dirty(size_class, batch) if everything else self._demotable[size_class].take(batch)
+            rows = size_class.newest_dirty(batch) if everything else size_class.demotable.take(batch)
         if not len(rows):
             return None
         index = self.index
         index.busy[rows] += np.uint8(1)
-        going, slots = self._disk_room(size_class, rows)
+        going, slots = self._disk_room(slot_bytes, rows)
         index.busy[np.setdiff1d(rows, going)] -= np.uint8(1)
         if not len(going):
             return None
-        return Demotion(Tier.DRAM, size_class, going, index.dram[going], slots)
+        return Demotion(Tier.DRAM, size_class.number, going, index.dram[going], slots)
 
     def stored(self, rows: U32, size_class: int) -> None:
         """These rows have become ready, or came down from HBM: they lie in memory alone."""
         if self.disk is not None and self._settings.disk.write_policy == "through":
-            self._fresh[size_class].append(rows[self.index.dram[rows] != NO_SLOT])
+            self._classes[size_class].write_through(rows)
         self.wake()
-
-    def _take_fresh(self, size_class: int, count: int) -> U32:
-        """Blocks to write through. One that is gone or busy meanwhile is left to the watermark."""
-        index, fresh = self.index, self._fresh[size_class]
-        if not fresh:
-            return np.empty(0, dtype=np.uint32)
-        rows: U32 = np.unique(np.concatenate(fresh))
-        good = (index.state[rows] == RowState.READY) & (index.busy[rows] == 0)
-        good &= (index.dram[rows] != NO_SLOT) & (index.disk[rows] == NO_SLOT)
-        good &= index.size_class[rows] == size_class  # the row may be another block's by now
-        there: U32 = rows[good]
-        fresh[:] = [there[count:]] if len(there) > count else []
-        return there[:count]
-
-    def _newest_dirty(self, size_class: int, count: int) -> U32:
-        """Dirty blocks, newest first and so heads first: an end that runs out of time leaves whole prefixes behind."""
-        index = self.index
-        rows = np.flatnonzero(self._resident(Tier.DRAM) & (index.disk[: index.high] == NO_SLOT)).astype(np.uint32)
-        rows = rows[(index.size_class[rows] == size_class) & (index.busy[rows] == 0)]
-        if self._settings.disk.write_policy == "on-reuse":
-            rows = rows[index.reused[rows] != 0]
-        newest: U32 = rows[np.argsort(index.stamp[rows])[::-1][:count]]
-        return newest
 
     def slot_bytes(self, size_class: int) -> int:
         """Bytes of a slot of this class."""
-        return self._classes[size_class]
+        return self._classes[size_class].slot_bytes
 
-    def _disk_room(self, size_class: int, rows: U32) -> tuple[U32, U32]:
+    def _disk_room(self, length: int, rows: U32) -> tuple[U32, U32]:
         """The newest of `rows` that find room on disk, heads first, and their slots: free ones, then older blocks'."""
         assert self.disk is not None
-        length = self._classes[size_class]
         rows = rows[np.argsort(self.index.stamp[rows])[::-1]]
         slots = self._place(length, rows)
         short = rows[len(slots) :]
@@ -539,26 +354,17 @@ class Residency:
         """
         assert self.disk is not None
         wanted = len(stamps) * size - self.disk.spare
-        classes = [number for number, queue in enumerate(self._disk_victims) if queue.lowest() < NEVER]
-        for size_class in sorted(classes, key=lambda number: self._disk_victims[number].lowest()):
+        classes = [one for one in self._classes if one.disk_victims.lowest() < NEVER]
+        for size_class in sorted(classes, key=lambda one: one.disk_victims.lowest()):
             if wanted <= 0:
                 return
-            each = slot_size(self._classes[size_class])
-            queue = self._disk_victims[size_class]
-            victims = self._take_on_disk(queue, -(-wanted // each), self.disk.writable_slots)
+            each = slot_size(size_class.slot_bytes)
+            victims = size_class.take_on_disk(-(-wanted // each), self.disk.writable_slots)
             successors = np.minimum(np.arange(len(victims)) * each // size, len(stamps) - 1)
             older = self.index.stamp[victims] < stamps[successors]
-            queue.add(victims[~older])
+            size_class.disk_victims.add(victims[~older])
             self._drop_disk(victims[older])
             wanted -= int(older.sum()) * each
-
-    def _take_on_disk(self, queue: VictimQueue, count: int, fits: Callable[[U32], Mask]) -> U32:
-        """Up to `count` victims on disk whose slots fit."""
-        self._disk_slots_fit = fits
-        try:
-            return queue.take(count)
-        finally:
-            self._disk_slots_fit = None
 
     def trim_disk(self) -> None:
         """Evicts the oldest blocks of drives that hold more than their limit, which others' files may have lowered."""
@@ -566,9 +372,9 @@ class Residency:
             return
         disk = self.disk
         for drive, excess in disk.excess().items():
-            for size_class, queue in enumerate(self._disk_victims):
-                each = slot_size(self._classes[size_class])
-                victims = self._take_on_disk(queue, -(-excess // each), partial(disk.lie_on, drive))
+            for size_class in self._classes:
+                each = slot_size(size_class.slot_bytes)
+                victims = size_class.take_on_disk(-(-excess // each), partial(disk.lie_on, drive))
                 self._drop_disk(victims)
                 self.counters["disk_trimmed_blocks"] += len(victims)
                 excess -= len(victims) * each
@@ -591,7 +397,7 @@ class Residency:
         if self.hbm is None:
             return None
         index = self.index
-        for size_class, slot_bytes in enumerate(self._classes):
+        for size_class, slot_bytes in ((one.number, one.slot_bytes) for one in self._classes):
             counts = self.hbm.pool.counts().get(slot_bytes)
             if counts is None or not counts.ready:
                 continue
@@ -655,7 +461,7 @@ class Residency:
             index.disk[rows[good]] = targets[good]
             kept = rows[good & (index.dram[rows] != NO_SLOT)]
             self._count_clean(kept, 1)
-            self._clean_victims[plan.size_class].add(kept)
+            self._classes[plan.size_class].clean_victims.add(kept)
             self.disk.free(targets[~good])
             self.counters["demoted_blocks"] += int(good.sum())
         self.free_doomed(rows)
@@ -711,11 +517,12 @@ class Residency:
 
     def plan_move(self) -> Move | None:
         """Picks a slab for a size class that has no room, from the class whose oldest blocks are the oldest of all."""
-        while self._starved:
-            needy = self._starved.pop()
-            plan = self._plan_move_to(needy)
-            if plan is not None:
-                return plan
+        for needy in self._classes:
+            if needy.starved:
+                needy.starved = False
+                plan = self._plan_move_to(needy.number)
+                if plan is not None:
+                    return plan
         return None
 
     def _plan_move_to(self, needy: int) -> Move | None:
@@ -731,7 +538,7 @@ class Residency:
         if not oldest or oldest[0][1] == needy:
             return None
         donor = oldest[0][1]
-        slot_bytes = self._classes[donor]
+        slot_bytes = self.slot_bytes(donor)
         rows = np.flatnonzero(resident & (index.size_class[:high] == donor)).astype(np.uint32)
         slabs = pool.slabs_of(slot_bytes)
         slab_of = index.dram[rows] // np.uint32(pool.slab_bytes >> PAGE_SHIFT)
@@ -749,7 +556,7 @@ class Residency:
         pages = index.dram[mine]
         # The donor's oldest blocks go, wherever they lie; what is left in the slab moves to the slots of the others.
         self._evict(donor, len(mine) - pool.free_slots(slot_bytes))
-        self._starved.discard(donor)
+        self._classes[donor].starved = False
         stay = (index.state[mine] == RowState.READY) & (index.dram[mine] == pages)
         movers = mine[stay]
         targets = pool.allocate(slot_bytes, len(movers))
@@ -874,14 +681,14 @@ class Residency:
         if nowhere.any():
             self.forget(had[nowhere])
 
-    def _find(self, disk: _Recovered) -> U32:
+    def _find(self, disk: Recovered) -> U32:
         rows = np.full(len(disk.space), NO_ROW, dtype=np.uint32)
         for number in np.unique(disk.space).tolist():
             mine = np.flatnonzero(disk.space == number)
             rows[mine] = self.index.find(number, disk.keys[mine])
         return rows
 
-    def _attach_disk(self, disk: _Recovered, rows: U32) -> int:
+    def _attach_disk(self, disk: Recovered, rows: U32) -> int:
         """Gives rows their copies on disk, and frees the slots of blocks without a row; how many have one."""
         index = self.index
         # A row that does not exist is FREE: the column's first one lends its place.
@@ -900,11 +707,11 @@ class Residency:
             self.trim_disk()
         return len(mine)
 
-    def _recovered(self, recovery: Recovery | None) -> _Recovered:
+    def _recovered(self, recovery: Recovery | None) -> Recovered:
         """The blocks of a directory whose namespaces are understood; the slots of the others are freed."""
         if recovery is None or self.disk is None:
             none = np.empty((0, 4), dtype=np.uint64)
-            return _Recovered(_none(np.uint32), none, none, _none(np.bool_), _none(np.uint64), _none(np.uint32))
+            return Recovered(_none(np.uint32), none, none, _none(np.bool_), _none(np.uint64), _none(np.uint32))
         spaces = np.full((len(recovery.namespaces), 256), NO_ROW, dtype=np.uint32)
         for number, (fingerprint, descriptor) in enumerate(recovery.namespaces):
             try:
@@ -922,7 +729,7 @@ class Residency:
         fits &= lengths[np.where(fits, space, 0)] == recovery.length
         self.disk.free(recovery.slot[~fits])
         self.counters["recovery_unreachable_blocks"] += int((~fits).sum())
-        return _Recovered(
+        return Recovered(
             space=space[fits],
             keys=np.ascontiguousarray(recovery.hashes).view("<u8").reshape(-1, 4)[fits],
             parents=np.ascontiguousarray(recovery.parents).view("<u8").reshape(-1, 4)[fits],
@@ -991,7 +798,7 @@ class Residency:
         if self.disk is not None:
             wrong += [f"disk: {text}" for text in self.disk.check()]
             below = np.flatnonzero(index.disk[: index.high] != NO_SLOT)
-            fitting = np.array([slot_size(length) for length in self._classes] or [0], dtype=np.uint64)
+            fitting = np.array([slot_size(one.slot_bytes) for one in self._classes] or [0], dtype=np.uint64)
             unfit = int((self.disk.sizes_of(index.disk[below]) != fitting[index.size_class[below]]).sum())
             if unfit:
                 wrong.append(f"disk: {unfit} rows have slots of another size than their blocks")
@@ -1009,11 +816,11 @@ class Residency:
             taken = taken[taken != NO_SLOT]
             if len(np.unique(taken)) != len(taken):
                 wrong.append(f"{tier.name.lower()}: two rows share a slot")
-        for size_class, clean in enumerate(self._clean):
-            mine = held[index.size_class[held] == size_class]
+        for one in self._classes:
+            mine = held[index.size_class[held] == one.number]
             counted = int((index.disk[mine] != NO_SLOT).sum())
-            if counted != clean:
-                wrong.append(f"class {self._classes[size_class]}: {clean} clean rows counted, {counted} found")
+            if counted != one.clean:
+                wrong.append(f"class {one.slot_bytes}: {one.clean} clean rows counted, {counted} found")
         if not index.busy.any() and (self._promoting or self._promoting_bytes):
             wrong.append(f"promotion: {self._promoting_bytes} bytes of the budget are taken at rest")
         return wrong

@@ -25,8 +25,8 @@ from kvcascade.tiers.namespace import Namespace
 from . import protocol
 from .cache import Reserved
 from .lease import Attachment, Writer
+from .plans import Slots
 from .protocol import Frame, FrameDecoder, Kind, take, take_u32, take_u64
-from .residency import Slots
 
 if TYPE_CHECKING:
     from .server import Daemon

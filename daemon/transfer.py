@@ -22,8 +22,9 @@ from kvcascade.tiers.memory import copy_all
 from kvcascade.tiers.workers import outlast
 
 from .index import NO_ROW, NO_SLOT, U32, Mask
+from .plans import Demotion, Move, Promotion, Space
 from .protocol import Tier
-from .residency import Demotion, Move, Promotion, Residency, Space
+from .residency import Residency
 
 log = logging.getLogger("kvcascade.transfer")
 

@@ -21,8 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcascade.config.errors import Refused
 from kvcascade.daemon.index import RowState
 from kvcascade.daemon.lease import Fence, Writer
+from kvcascade.daemon.plans import Demotion, Move, Promotion, Slots
 from kvcascade.daemon.protocol import POOL_DRAM, BlockState, Tier
-from kvcascade.daemon.residency import Demotion, Move, Promotion, Slots
 from kvcascade.tiers.disk import disproves
 from kvcascade.tiers.pool import SlotState
 

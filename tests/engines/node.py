@@ -20,8 +20,9 @@ from kvcascade.config.settings import DiskSettings, DramSettings, HbmSettings, L
 from kvcascade.daemon.cache import Cache, Match, Reserved
 from kvcascade.daemon.index import NO_ROW, NO_SLOT, RowState
 from kvcascade.daemon.lease import Attachment, Lease, Writer
+from kvcascade.daemon.plans import Demotion, Move, Promotion, Slots, Space
 from kvcascade.daemon.protocol import POOL_DRAM, BlockState, Tier
-from kvcascade.daemon.residency import Demotion, Move, Promotion, Residency, Slots, Space
+from kvcascade.daemon.residency import Residency
 from kvcascade.tiers.block import KVGroup, head_range
 from kvcascade.tiers.disk import BlockMeta, DiskTier, ReadJob, WriteJob, disproves
 from kvcascade.tiers.dram import DramTier
