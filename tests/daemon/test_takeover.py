@@ -469,7 +469,7 @@ def test_many_kills_at_random_moments(daemon, start_engine, tmp_path):
                 # It had said that it serves: its death is a crash like any other.
                 daemon.process = None
                 daemon.start()
-                engine.attach()
+                fetched(engine, prompt("a", 16))  # the first use after a loss may tell of it
                 engine.store(prompt("a", 16))
                 boot = daemon.status()["boot"]
         eventually(lambda: _attached(engine))
