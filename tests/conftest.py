@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from engines.scripted import Engine, engines
 
+from kvcascade.config.errors import CascadeError
 from kvcascade.daemon.client import Client
 
 KVCASCADE = Path(sys.executable).parent / "kvcascade"
@@ -137,7 +138,10 @@ def _daemons() -> Iterator[Callable[..., DaemonProcess]]:
     for daemon in daemons:
         if daemon.running:
             os.kill(daemon.pid, signal.SIGCONT)
-            failures += daemon.check()
+            try:
+                failures += daemon.check()
+            except CascadeError as error:
+                failures.append(f"check: {error}")
             if daemon.stop() != 0:
                 failures.append(f"the daemon did not end in order:\n{daemon.log.read_text()}")
         if "Traceback" in daemon.log.read_text():
