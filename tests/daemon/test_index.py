@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -483,19 +482,3 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexMachine: Any = IndexMachine.TestCase
-
-
-@pytest.mark.stress
-def test_a_chain_is_looked_up_in_a_million_blocks_within_half_a_millisecond() -> None:
-    index = Index(1 << 20)
-    rng = np.random.default_rng(7)
-    chains = [
-        ready(index, index.insert_chain(0, rng.integers(0, 1 << 63, (1024, 4), dtype=np.uint64), NO_ROWS, 0))
-        for _ in range(900)
-    ]
-    took = []
-    for rows in chains[:200]:
-        began = time.process_time()
-        index.touch(index.find(0, index.key[rows]))
-        took.append(time.process_time() - began)
-    assert sorted(took)[len(took) // 2] < 0.0005
