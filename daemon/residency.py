@@ -585,10 +585,6 @@ class Residency:
         else:
             self.dram.pool.unreserve_slab(plan.slab)
 
-    def recover(self, recovery: Recovery) -> int:
-        """Takes over the blocks that a disk directory holds; returns how many. Unreachable ones are freed."""
-        return self.adopt([], recovery)[1]
-
     def warm(self, most: int) -> list[tuple[Space, U32]]:
         """The ready rows in DRAM, in pieces of at most `most` rows of one space. Valid while nothing changes."""
         rows = np.flatnonzero(self._resident(Tier.DRAM)).astype(np.uint32)

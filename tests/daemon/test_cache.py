@@ -1165,7 +1165,7 @@ async def test_an_orderly_end_writes_everything_down_and_the_next_start_finds_it
 
     disk, recovery = await open_disk(tmp_path / "disk", 64 << 20)
     node = Node(slabs=2, budget=1, disk=disk)
-    assert node.residency.recover(recovery) == 28
+    assert node.residency.adopt([], recovery)[1] == 28
     node.expect_sound()
     engine, other = node.engine(), node.engine(namespace("other", layers=20))
     for who, blocks in ((engine, path(1, 20)), (other, path(1, 5)), (engine, path(2, 3))):
@@ -1195,7 +1195,7 @@ async def test_recovery_takes_over_no_chain_with_a_hole_and_no_more_than_the_lim
     disk, recovery = await open_disk(tmp_path / "disk", 5 * (BLOCK + 4096))
     assert len(recovery) == 11
     node = Node(slabs=2, budget=1, disk=disk)
-    node.residency.recover(recovery)
+    node.residency.adopt([], recovery)
     node.expect_sound()
     engine = node.engine()
     assert node.rows_in(Tier.DISK) == 5

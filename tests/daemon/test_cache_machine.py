@@ -143,7 +143,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.loop.run_until_complete(self.disk.close())
         self.disk, recovery = self.loop.run_until_complete(open_disk(self.directory, DISK_BYTES))
         self.node = Node(slabs=2, disk=self.disk, budget=1)
-        self.node.residency.recover(recovery)
+        self.node.residency.adopt([], recovery)
         self.node.expect_idle()
         for kind, ranks in KINDS:
             engine = self.node.engine(kind, ranks)
