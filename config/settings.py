@@ -8,12 +8,14 @@ is the reference for operators: it lists every setting with its default.
 
 import dataclasses
 import difflib
+import ipaddress
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from .errors import ConfigError
 
@@ -230,6 +232,73 @@ def _device(value: object) -> str:
     return text
 
 
+class Endpoint(NamedTuple):
+    """A host, by name or number, and a TCP port; written `10.0.0.7:7400` or `[::1]:7400`."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def _endpoint(*, any_port: bool) -> Callable[[object], Endpoint | None]:
+    def read(value: object) -> Endpoint | None:
+        if value is None or value == "":
+            return None
+        if isinstance(value, Endpoint):
+            return value
+        text = _text(value).strip()
+        found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})", text, re.ASCII)
+        if found is None:
+            raise ValueError(f"{text!r} is not an address: write host:port, such as 10.0.0.7:7400 or [::1]:7400")
+        port = int(found[3])
+        if not (0 if any_port else 1) <= port <= 65535:
+            raise ValueError(f"{port} is not a port: write one from 1 to 65535")
+        return Endpoint(found[1] or found[2], port)
+
+    return read
+
+
+def _networks(value: object) -> tuple[str, ...]:
+    """Networks in CIDR form, apart by commas or as a list; a single address is the network of that one."""
+    if value is None or value == "":
+        return ()
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple):
+        raise ValueError(f"{value!r} is not a list of networks: write 10.0.0.0/8, for example")
+    try:
+        return tuple(str(ipaddress.ip_network(_text(part).strip())) for part in parts)
+    except ValueError as error:
+        raise ValueError(f"{error}: write networks such as 10.0.0.0/8 or 192.168.1.7") from error
+
+
+REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
+
+
+def _redis_url(value: object) -> str:
+    text = _text(value).strip()
+    if text:
+        # The text may hold a password, so it is never part of a message.
+        try:
+            parts = urlsplit(text)
+            place = parts.path if parts.scheme == "unix" else parts.hostname
+        except ValueError as error:
+            raise ValueError("it is no URL: write redis://host:6379/0, for example") from error
+        if parts.scheme not in REDIS_SCHEMES:
+            raise ValueError(f"the scheme {parts.scheme!r} is not one of {', '.join(REDIS_SCHEMES)}")
+        if not place:
+            raise ValueError(f"it names no {'path' if parts.scheme == 'unix' else 'host'}")
+    return text
+
+
+def _name(value: object) -> str:
+    text = _text(value)
+    if not re.fullmatch(r"[A-Za-z0-9._-]{0,64}", text, re.ASCII):
+        raise ValueError(f"{text!r} is not a name: at most 64 letters, digits, dots, dashes and underscores")
+    return text
+
+
 def setting(default: str, read: Callable[[object], T], doc: str) -> T:
     """A field of a section: the default as an operator would write it, how a value is read, what it is for."""
     return dataclasses.field(default=read(default), metadata={"default": default, "read": read, "doc": doc})
@@ -338,6 +407,57 @@ class HbmSettings(Section):
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterSettings(Section):
+    """What the nodes of a fleet agree on, and when blocks of another node are fetched rather than recomputed."""
+
+    name: ClassVar[str] = "cluster"
+    node: str = setting("", _name, "this node's name in the fleet; empty for the host's name")
+    secret_file: Path | None = setting("", _optional_path, "a file with the secret that all nodes of the fleet share")
+    fetch: str = setting("cost", _choice("cost", "always", "never"), "when blocks that lie elsewhere are fetched")
+    deadline: float = setting("5s", _duration(0.01, 600), "how long a prefix may take to arrive; then it is recomputed")
+    codec: str = setting("auto", _choice("auto", "raw", "lz4", "zstd"), "how payloads are packed for the way")
+
+
+@dataclass(frozen=True, slots=True)
+class RedisSettings(Section):
+    """The tier that nodes share, and the directory of who has what; off while it has no url."""
+
+    name: ClassVar[str] = "redis"
+    url: str = setting("", _redis_url, "redis://host:6379/0, unix://, rediss://, redis+sentinel://, redis+cluster://")
+    username: str = setting("", _text, "the user to log in as, where the url names none")
+    password_file: Path | None = setting("", _optional_path, "a file with the password, where the url holds none")
+    tls_ca: Path | None = setting("", _optional_path, "certificates to trust instead of the system's")
+    tls_cert: Path | None = setting("", _optional_path, "this node's certificate, where Redis wants one")
+    tls_key: Path | None = setting("", _optional_path, "and its key")
+    key_prefix: str = setting("kvcascade", _name, "what all our keys in Redis begin with")
+    ttl: float = setting("24h", _duration(1, 30 * 86400), "how long an unused block stays")
+    store: str = setting("both", _choice("payload", "directory", "both"), "blocks, or who has them, or both")
+    write_policy: str = setting(
+        "through", _choice("through", "on-reuse", "on-evict"), "when blocks in dram are copied to Redis"
+    )
+    daily_bytes: int = setting("0", _size(MIN_POOL, off=True), "bytes that this node may write a day; 0 for no limit")
+    connect_timeout: float = setting("1s", _duration(0.01, 60), "how long a connection may take to be made")
+    deadline: float = setting("2s", _duration(0.01, 60), "how long Redis may take to answer")
+    threads: int = setting("2", _count(1, 32), "connections that carry payloads, each in a thread of its own")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSettings(Section):
+    """Other nodes' daemons: what this one serves to them. Off while it listens nowhere; fetching needs no listener."""
+
+    name: ClassVar[str] = "peers"
+    listen: Endpoint | None = setting("", _endpoint(any_port=True), "address and port to serve other nodes on")
+    advertise: Endpoint | None = setting("", _endpoint(any_port=False), "the address that they reach it at")
+    tls_cert: Path | None = setting("", _optional_path, "this node's certificate; with it connections are encrypted")
+    tls_key: Path | None = setting("", _optional_path, "and its key")
+    tls_ca: Path | None = setting("", _optional_path, "who signs the certificates of the fleet's nodes")
+    allow: tuple[str, ...] = setting("", _networks, "networks that may connect; empty for all")
+    bandwidth: int = setting("0", _size(MIN_POOL, off=True), "bytes a second sent to all peers; 0 for no limit")
+    deadline: float = setting("5s", _duration(0.01, 60), "how long a peer may take to answer")
+    threads: int = setting("2", _count(1, 32), "connections to one peer that carry payloads")
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseSettings(Section):
     """How long engines may hold blocks, and how much of a pool one attachment may hold."""
 
@@ -374,6 +494,9 @@ class Settings:
     dram: DramSettings = DramSettings()
     disk: DiskSettings = DiskSettings()
     hbm: HbmSettings = HbmSettings()
+    cluster: ClusterSettings = ClusterSettings()
+    redis: RedisSettings = RedisSettings()
+    peers: PeerSettings = PeerSettings()
     leases: LeaseSettings = LeaseSettings()
     promotion: PromotionSettings = PromotionSettings()
     limits: LimitSettings = LimitSettings()
@@ -386,6 +509,9 @@ SECTIONS: dict[str, type[Section]] = {
         DramSettings,
         DiskSettings,
         HbmSettings,
+        ClusterSettings,
+        RedisSettings,
+        PeerSettings,
         LeaseSettings,
         PromotionSettings,
         LimitSettings,
@@ -400,6 +526,8 @@ SHORTHANDS = {
     "disk": "disk.directory",
     "disk-size": "disk.capacity",
     "hbm": "hbm.capacity",
+    "redis": "redis.url",
+    "listen": "peers.listen",
 }
 
 

@@ -135,6 +135,8 @@ class Tier(IntEnum):
     HBM = 0
     DRAM = 1
     DISK = 2
+    REDIS = 3
+    PEER = 4  # no tier but a source: another node's daemon
 
 
 class BlockState(IntEnum):

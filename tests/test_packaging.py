@@ -90,7 +90,7 @@ def test_the_metadata_tells_what_users_need_to_know(built: tuple[Path, Path]) ->
     about = installed.metadata
     assert (about["Version"], about["License-Expression"]) == (VERSION, "Apache-2.0")
     needed = {re.split(r"[^\w-]", one)[0] for one in installed.requires or () if "extra ==" not in one}
-    assert needed == {"cbor2", "numpy", "rich", "uvloop", "xxhash"}
+    assert needed == {"cbor2", "lz4", "numpy", "redis", "rich", "uvloop", "xxhash", "zstandard"}
     # Fault N2: a new major version of the encoder may name every block anew.
     assert {"cbor2<7,>=6"} <= {*(installed.requires or ())}
     (command,) = installed.entry_points.select(group="console_scripts", name="kvcascade")
