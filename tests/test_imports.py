@@ -41,7 +41,7 @@ ONLY_IN = {
     "cuda": {"tiers/memory.py"},
     "torch": {"tiers/memory.py"},
     "transformers": {"connectors/huggingface.py", "daemon/cli.py"},
-    "redis": {"tiers/redis.py"},
+    "redis": {"tiers/redis_wire.py"},
     "lz4": {"tiers/codec.py"},
     "zstandard": {"tiers/codec.py"},
 }
