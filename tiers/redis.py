@@ -42,6 +42,7 @@ PIPELINE: Final = 32  # payloads asked for at once on one connection
 SMALL_PIPELINE: Final = 1024
 ENDS_S: Final = 1.0  # beyond its deadlines, for the threads to end
 DAY_S: Final = 86400.0
+MOST_MEMBERS: Final = 2048
 ABSENT: Final = "not there"
 
 
@@ -233,6 +234,22 @@ class RedisTier:
         for one in await self._run_small(lambda until: self._ask(commands, until), timeout):
             if isinstance(one, RedisSaysNo):
                 raise one
+
+    async def enlist(self, key: bytes, member: bytes, keep: float, timeout: float) -> list[bytes]:
+        """Adds a member to a roll, from which those go that were not added for `keep` seconds; all its members.
+
+        At most MOST_MEMBERS, those that were added last. TierUnavailable.
+        """
+        whole, now = self._prefix + b":" + key, time.time()
+        commands = [
+            (whole, command(b"ZADD", whole, b"%d" % now, member)),
+            (whole, command(b"ZREMRANGEBYSCORE", whole, b"-inf", b"%d" % (now - keep))),
+            (whole, command(b"ZRANGE", whole, b"-%d" % MOST_MEMBERS, b"-1")),
+        ]
+        *_, members = await self._run_small(lambda until: self._ask(commands, until), timeout)
+        if isinstance(members, RedisSaysNo):
+            raise members
+        return [one for one in members if isinstance(one, bytes)]
 
     async def drop(self, keys: Sequence[bytes]) -> None:
         """Deletes keys. TierUnavailable."""
