@@ -445,6 +445,7 @@ class PrefixCache:
         weights_epoch: str = "",
         timeout: float = 1.0,
         wait: float = 2.0,
+        ask: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Attach `model`, which must be in memory and in eval mode.
@@ -456,7 +457,8 @@ class PrefixCache:
             weights_epoch: the version of weights that are updated under the same name.
             timeout: seconds after which a question to the daemon counts as unanswered. Then it is left alone for a
                 second, for two, up to 30, so that a stalled daemon costs little.
-            wait: seconds that a load may take for blocks to come up from disk.
+            wait: seconds that a load may take for blocks to come up from disk or from other nodes.
+            ask: seconds that a lookup may take for other nodes and Redis to say what they have.
 
         No daemon is no error: every lookup is a miss until there is one. Raises LayoutMismatch for a model that is not
         handled (see `kv_shape`), Refused or ProtocolError where a daemon answers and contradicts.
@@ -467,6 +469,7 @@ class PrefixCache:
         self._socket = socket
         self._timeout = timeout
         self._wait = wait
+        self._ask_wait = ask
         self._clock = clock
         namespace = namespace_of(model, self._shape, block_tokens=block_tokens, seed=seed, weights_epoch=weights_epoch)
         # All of this changes under _lock, except what a session changes in itself.
@@ -523,10 +526,11 @@ class PrefixCache:
 
     # ---- look up
 
-    def lookup(self, input_ids: Any, attention_mask: Any = None) -> Prompt:
+    def lookup(self, input_ids: Any, attention_mask: Any = None, *, ticket: bytes = b"") -> Prompt:
         """Ask which leading blocks of one prompt are there, and have them brought up and kept for a moment.
 
-        `input_ids`: token ids, as a list or a tensor of shape [n] or [1, n]. Load next, or `release` what is not
+        `input_ids`: token ids, as a list or a tensor of shape [n] or [1, n]. `ticket`: another engine's `hand_off` of
+        this prompt; blocks that are still being stored there are then waited for. Load next, or `release` what is not
         wanted. Raises LayoutMismatch for a batch and for padding; never for the daemon.
         """
         began = time.perf_counter()
@@ -540,7 +544,14 @@ class PrefixCache:
         if hashes:
             request = uuid.uuid4().bytes
             lookup, missed = self._ask(
-                lambda session: session.lookup(hashes, request=request, timeout=self._timeout), epoch
+                lambda session: session.lookup(
+                    hashes,
+                    request=request,
+                    wait_ms=int(1000 * (self._wait if ticket else self._ask_wait)),
+                    ticket=ticket,
+                    timeout=self._timeout + (self._wait if ticket else self._ask_wait),
+                ),
+                epoch,
             )
         with self._lock:
             self._counters.lookups += 1
@@ -552,6 +563,29 @@ class PrefixCache:
         lookup = prompt.lookup
         if lookup is not None and lookup.lease:
             self._ask(lambda session: session.release(lookup.lease, timeout=self._timeout), prompt.epoch)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Say how long the model took to compute `tokens` of a prompt.
+
+        What lies on other nodes is fetched where it arrives sooner than it could be computed; the daemon learns the
+        speed from this. Never raises for the daemon.
+        """
+        self._ask(lambda session: session.computed(tokens, seconds, timeout=self._timeout), self._epoch)
+
+    def hand_off(self, prompt: Prompt, *, keep: float = 60.0) -> bytes:
+        """A ticket by which an engine of another node finds the prompt's blocks, also those that are being stored now.
+
+        They stay here until fetched, or for `keep` seconds. Empty where no daemon serves other nodes.
+        """
+        hashes = prompt.hasher.hashes
+        if not hashes:
+            return b""
+        ticket, missed = self._ask(
+            lambda session: session.hand_off(hashes, keep_ms=int(keep * 1000), timeout=self._timeout), prompt.epoch
+        )
+        if missed:
+            log.warning("not handed off reason=%s", missed)
+        return ticket or b""
 
     # ---- load
 

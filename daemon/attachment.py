@@ -27,9 +27,11 @@ from .protocol import (
     OP_ABORT,
     OP_ATTACH,
     OP_COMMIT,
+    OP_COMPUTED,
     OP_DETACH,
     OP_FAILED,
     OP_FENCED,
+    OP_HANDOFF,
     OP_LOAD,
     OP_LOOKUP,
     OP_RELEASE,
@@ -72,9 +74,10 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """``matched`` leading blocks lie in some local tier, ``ready`` of them in memory; ``tiers`` names each one's tier.
+    """``matched`` leading blocks lie in some local tier or are on their way from elsewhere; ``ready`` are in memory.
 
-    ``lease`` pins them until released, or for ``deadline_ms``; 0: nothing is pinned.
+    ``tiers`` names each one's tier or source. ``asking``: other nodes are being asked for more, so ask again to know
+    (or compute). ``lease`` pins the blocks until released, or for ``deadline_ms``; 0: nothing is pinned.
     """
 
     lease: int
@@ -82,6 +85,7 @@ class Lookup:
     ready: int
     tiers: "NDArray[np.uint8]"
     deadline_ms: int
+    asking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,17 +487,24 @@ class Session:
         pin: bool = True,
         promote: bool = True,
         tokens: "bytes | Sequence[int] | NDArray[np.uint32]" = b"",
+        remote: bool = True,
+        wait_ms: int = 0,
+        ticket: bytes = b"",
         timeout: float | None = None,
     ) -> Lookup:
-        """Ask how long a prefix of the chain ``hashes`` (from block 0) is here; ``pin`` protects it by a lease.
+        """Ask how long a prefix of the chain ``hashes`` (from block 0) can be had; ``pin`` protects it by a lease.
 
-        Asking again with the same ``request`` renews its one lease. ``promote`` starts to bring up what lies below.
+        Asking again with the same ``request`` renews its one lease. ``promote`` starts to bring up what lies below, and
+        ``remote`` to ask other nodes for the rest and to fetch what pays; ``wait_ms`` waits for their answers, not for
+        the bytes. ``ticket``: a hand-off's, whose node is asked first of all.
         ``tokens``: the chain's token ids, needed where the hash is not cryptographic: the daemon compares them.
         Raises DaemonUnavailable, Refused, ProtocolError.
         """
         body: dict[str, Any] = {"hashes": _packed(hashes), "group": group, "request": request}
-        body |= {"pin": pin, "promote": promote, "tokens": pack_u32(tokens)}
-        _, reply = self._call(OP_LOOKUP, body, timeout)
+        body |= {"pin": pin, "promote": promote, "tokens": pack_u32(tokens), "remote": remote, "ticket": ticket}
+        limit = self.timeout if timeout is None else timeout
+        body["wait_ms"] = max(0, min(wait_ms, int((limit - LOAD_MARGIN_S) * 1000)))
+        _, reply = self._call(OP_LOOKUP, body, limit)
         matched = take(reply, "matched", int, lo=0)
         return Lookup(
             lease=take(reply, "lease", int, lo=0),
@@ -501,6 +512,7 @@ class Session:
             ready=take(reply, "ready", int, lo=0, hi=matched),
             tiers=take_u8(reply, "tiers", count=matched),
             deadline_ms=take(reply, "deadline_ms", int, default=0, lo=0),
+            asking=take(reply, "asking", bool, default=False),
         )
 
     def load(self, lease: int, count: int, *, wait_ms: int = 0, timeout: float | None = None) -> Load:
@@ -589,6 +601,25 @@ class Session:
         Raises DaemonUnavailable, Refused, ProtocolError.
         """
         self._call(OP_FAILED, {"lease": lease, "blocks": pack_u32(blocks)}, timeout)
+
+    def computed(self, tokens: int, seconds: float, *, timeout: float | None = None) -> None:
+        """Say how long the engine took to compute ``tokens`` of a prompt: what is fetched must arrive sooner than that.
+
+        As ``release``, never raises for a daemon that is away.
+        """
+        if tokens > 0:
+            self._tell(OP_COMPUTED, {"tokens": tokens, "micros": max(1, int(seconds * 1e6))}, timeout)
+
+    def hand_off(
+        self, hashes: bytes | Sequence[bytes], *, group: int = 0, keep_ms: int = 60_000, timeout: float | None = None
+    ) -> bytes:
+        """Pass a prefix on to an engine of another node: returns the ticket that its lookup takes.
+
+        The blocks, also those still being stored, stay here until that node has fetched them, or for ``keep_ms``.
+        Raises DaemonUnavailable, Refused (the daemon serves no other nodes), ProtocolError.
+        """
+        _, reply = self._call(OP_HANDOFF, {"hashes": _packed(hashes), "group": group, "keep_ms": keep_ms}, timeout)
+        return take(reply, "ticket", bytes)
 
     def _tell(self, op: str, body: Mapping[str, Any], timeout: float | None) -> None:
         if not self.attached:

@@ -34,12 +34,16 @@ NO_SLOTS = Slots(np.empty(0, np.uint8), np.empty(0, np.uint32), np.empty(0, np.u
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`matched` leading blocks lie in some local tier (`tiers`, one a block); the first `ready` of them in memory."""
+    """`matched` leading blocks lie in some local tier or are on their way from elsewhere, the first `ready` in memory.
+
+    `tiers`: where each of the matched ones lies or comes from.
+    """
 
     lease: int
     matched: int
     ready: int
     tiers: U8
+    missing: int  # blocks behind them, where no answer for the same request has counted them yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,9 @@ class Cache:
         # Lease and fence numbers are never given again, by no later daemon either: a late release can only miss.
         self._numbers = itertools.count((secrets.randbits(31) << 32) + 1)
         residency.give_up = self._give_up_rows
+        # Called with a reservation and those of its entries that have become ready; with rows that a lookup has hit.
+        self.became_ready: Callable[[Reservation, npt.NDArray[np.int64]], None] = lambda reservation, entries: None
+        self.was_used: Callable[[Space, U32], None] = lambda space, rows: None
 
     def attach(self, namespace: Namespace, ranks: int, engine: str) -> Attachment:
         """A new attachment of an engine with `ranks` ranks; LayoutMismatch when its KV heads cannot be split so."""
@@ -174,22 +181,31 @@ class Cache:
         request: bytes = b"",
         pin: bool = True,
         tokens: bytes = b"",
+        final: bool = True,
     ) -> Match:
-        """The leading blocks that are resident: stamped as a whole chain, and pinned by the request's one lease.
+        """The leading blocks that are resident, or that the daemon is fetching from elsewhere.
+
+        They are stamped as a whole chain, and pinned by the request's one lease.
 
         Asking again for the same request renews its lease. Blocks past the attachment's budget of pins are not matched.
+        What is missing counts as a miss, once a request; not yet if the answer is not `final`.
         """
         space = self._space(attachment, group)
         keys = self.residency.keys(space, hashes)
         self.residency.counters["lookups"] += 1
-        rows = self.residency.leading_run(space, self.residency.index.find(space.number, keys), ready=True)
+        rows = self.residency.leading_run(space, self.residency.index.find(space.number, keys), ready=False)
+        coming = self._pending(rows)
+        rows = rows[: next((position for position, source in coming if source is None), len(rows))]
         rows = self._verify_tokens(space, rows, tokens)
         self.residency.index.touch(rows)
+        self.was_used(space, rows)
         self.residency.index.reused[rows] = 1
         old = attachment.leases.get(attachment.by_request.get((group, request), 0)) if request else None
-        if old is None:
-            self.hit_tokens["miss"] += (len(keys) - len(rows)) * space.shape.block_tokens
+        missing = len(keys) - len(rows) if old is None or not old.settled else 0
         tiers = self.residency.tiers_of(rows)
+        for position, source in coming:
+            if position < len(rows) and source is not None:
+                tiers[position] = source
         if old is not None:
             shared = min(len(old.rows), len(rows))
             same = old.rows[:shared] == rows[:shared]
@@ -205,7 +221,43 @@ class Cache:
             self.release(attachment, [old.number])
         in_memory = self.residency.in_memory(rows)
         ready = len(rows) if in_memory.all() else int(in_memory.argmin())
-        return Match(lease, len(rows), ready, tiers)
+        match = Match(lease, len(rows), ready, tiers, missing)
+        if final:
+            self.settle(attachment, space, match)
+        return match
+
+    def settle(self, attachment: Attachment, space: Space, match: Match) -> None:
+        """This answer is the request's last: what it misses is computed by the engine."""
+        self.hit_tokens["miss"] += match.missing * space.shape.block_tokens
+        lease = attachment.leases.get(match.lease)
+        if lease is not None:
+            lease.settled = True
+
+    def _pending(self, rows: U32) -> list[tuple[int, int | None]]:
+        """Positions of the rows that are pending, and what their reservations say of their source."""
+        pending = self.residency.index.state[rows] == RowState.PENDING
+        if not pending.any():
+            return []
+        positions = np.flatnonzero(pending).tolist()
+        return [(position, self._pending_owner[int(rows[position])].source) for position in positions]
+
+    def hold(self, attachment: Attachment, space: Space, keys: U64, seconds: float, *, pending: bool = False) -> Lease:
+        """A lease on the leading blocks of a piece of a chain that are ready here (`pending`: or being stored here).
+
+        For other nodes: no hit is counted, what is fetched from elsewhere is not passed on, and the piece may begin in
+        the middle of its chain. The lease may be empty.
+        """
+        index = self.residency.index
+        rows = index.find(space.number, keys)
+        good = rows != NO_ROW
+        rows = rows if good.all() else rows[: int(good.argmin())]
+        foreign = (position for position, source in self._pending(rows) if source is not None or not pending)
+        rows = rows[: next(foreign, len(rows))]
+        rows = rows[: self._budget(attachment, space, None)]
+        number = self._pin(attachment, space, b"", rows, np.full(len(rows), Tier.DRAM, dtype=np.uint8), None)
+        lease = attachment.leases[number]
+        lease.deadline = self._clock() + seconds
+        return lease
 
     def _verify_tokens(self, space: Space, rows: U32, tokens: bytes) -> U32:
         """Where hashes can collide: cuts the run at the first block whose token ids are not those asked for."""
@@ -313,12 +365,22 @@ class Cache:
         self.residency.counters["failed_loads"] += len(blocks)
         self.residency.forget(lease.rows[blocks])
 
-    def reserve(self, attachment: Attachment, group: int, hashes: bytes, start: int, tokens: bytes = b"") -> Reserved:
+    def reserve(
+        self,
+        attachment: Attachment,
+        group: int,
+        hashes: bytes,
+        start: int,
+        tokens: bytes = b"",
+        *,
+        source: Tier | None = None,
+    ) -> Reserved:
         """Slots for the blocks [start, n) of a chain that are not here yet; never waits for room.
 
         `hole` is the first block below `start` that is missing: nothing stored above it could ever be found, so
         nothing is reserved and the caller may offer again from there. `tokens` are those of [start, n), or of the whole
         chain where hashes can collide: below a block of other tokens a block would be found under the wrong prefix.
+        With a `source` the daemon itself will fetch the blocks, into DRAM: lookups count on them from now on.
         """
         space = self._space(attachment, group)
         keys = self.residency.keys(space, hashes)
@@ -360,7 +422,7 @@ class Cache:
             self.residency.counters["refused_quarantine"] += len(fresh)
             return nothing
         parent = int(resident[have - 1]) if have else NO_ROW
-        pools, pages = self.residency.room(space.size_class, len(fresh), parent)
+        pools, pages = self.residency.room(space.size_class, len(fresh), parent, dram_only=source is not None)
         if not len(pages):
             self.residency.counters["refused_no_room"] += len(fresh)
             return nothing
@@ -385,6 +447,7 @@ class Cache:
             state=np.full(len(rows), Entry.OPEN, dtype=np.uint8),
             deadline=now + self._settings.leases.reservation,
             created=now,
+            source=source,
         )
         attachment.reservations[reservation.number] = reservation
         self.residency.reserved(space, pages[pools == POOL_DRAM])
@@ -432,9 +495,11 @@ class Cache:
         reservation.state[entries] = Entry.READY
         for row in rows.tolist():
             del self._pending_owner[row]
-        self.residency.counters["stored_blocks"] += len(rows)
-        self.residency.counters["stored_bytes"] += len(rows) * reservation.space.block_bytes
+        name = "stored" if reservation.source is None else "fetched"
+        self.residency.counters[f"{name}_blocks"] += len(rows)
+        self.residency.counters[f"{name}_bytes"] += len(rows) * reservation.space.block_bytes
         self.residency.stored(rows, reservation.space.size_class)
+        self.became_ready(reservation, entries)
 
     def abort(self, attachment: Attachment, writer: Writer | None, number: int, blocks: U32 | None) -> None:
         """Gives up these blocks (None: all) and what is chained below them.

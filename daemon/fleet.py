@@ -144,24 +144,35 @@ class Fleet:
         self.counters: Counter[str] = Counter()
 
     async def __aenter__(self) -> Self:
-        if self.me.address is not None:
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def start(self) -> None:
+        """Makes this node known, at first or again."""
+        if self.me.address is not None and not self._tasks:
             self._tasks = [
                 asyncio.create_task(self._renew(), name="fleet lease"),
                 asyncio.create_task(self._write_entries(), name="fleet directory"),
             ]
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def stop(self) -> None:
+        """Says that this node is gone, until `start`: others stop asking at once. Idempotent."""
+        if not self._tasks:
+            return
         for task in self._tasks:
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        if self.me.address is not None and not self.taken_by:
-            try:
-                # A record that says so is better than one that runs out: others stop asking at once.
-                await self._store.write([(self._node_key(self.me.name), b"")], 0.001, self._timeout)
-            except CascadeError:
-                pass
+        await asyncio.wait(self._tasks)
+        self._tasks = []
+        key = self._node_key(self.me.name)
+        try:
+            (there,) = await self._store.read([key], self._timeout)
+            if there == self._me_packed:
+                await self._store.write([(key, b"")], 0.001, self._timeout)
+        except CascadeError:
+            pass  # it runs out by itself
 
     # ---- node records
 

@@ -185,6 +185,8 @@ class Predecessor:
             daemon.handing_over = True
             await daemon.stores_end(STORES_S)
             await daemon.freeze(but=self.session)
+            if daemon.cluster is not None and not await daemon.cluster.pause(TRANSFERS_S):
+                raise Refused(f"takeover: what is sent to Redis has not ended within {TRANSFERS_S:g} s")
             if not await daemon.transfer.pause(TRANSFERS_S):
                 raise Refused(f"takeover: transfers have not ended within {TRANSFERS_S:g} s")
             disk, daemon.residency.disk = daemon.residency.disk, None
@@ -289,6 +291,8 @@ class Predecessor:
             daemon.reopen_disk()
             await daemon.disk_is_back(REOPEN_S)
         daemon.transfer.resume()
+        if daemon.cluster is not None:
+            daemon.cluster.resume()
         daemon.handing_over = False
         daemon.handover = None
         daemon.thaw()

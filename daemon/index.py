@@ -125,6 +125,7 @@ class Index:
         self.disk: U32 = np.full(capacity, NO_SLOT, dtype=np.uint32)
         self.size_class: npt.NDArray[np.uint8] = np.zeros(capacity, dtype=np.uint8)
         self.reused: U8 = np.zeros(capacity, dtype=np.uint8)  # was found by a lookup since it was stored
+        self.shared_at: U32 = np.zeros(capacity, dtype=np.uint32)  # when Redis last got or kept a copy; 0: it has none
         self.token_slot: U32 = np.full(capacity, NO_SLOT, dtype=np.uint32)
         self.tokens = TokenStore()
         self.count = 0  # rows in the table: PENDING and READY
@@ -140,7 +141,7 @@ class Index:
 
     _COLUMNS = (
         "key", "space", "parent", "children", "pins", "busy", "state", "stamp",
-        "hbm", "dram", "disk", "size_class", "reused", "token_slot", "_free", "_place",
+        "hbm", "dram", "disk", "size_class", "reused", "shared_at", "token_slot", "_free", "_place",
     )  # fmt: skip
 
     # ---- finding
@@ -239,7 +240,7 @@ class Index:
             parent_row[chained] = self.find(int(space), parents[chained])
         lost |= has_parent & (parent_row == NO_ROW)
         self.parent[rows] = parent_row
-        lost |= self._depth(rows) < 0
+        lost |= self.depth(rows) < 0
         np.add.at(self.children, parent_row[parent_row != NO_ROW], np.uint32(1))
         gone = self.with_descendants(rows[lost])
         freed, _ = self.remove(gone)
@@ -254,7 +255,7 @@ class Index:
         # Later than all that was ever recorded: what the next start finds is in order, whichever start wrote it.
         self._clock = max(self._clock, int(stamps.max(initial=0)))
         self.stamp[rows] = stamps
-        depth = self._depth(rows)
+        depth = self.depth(rows)
         by_depth = rows[np.argsort(-depth, kind="stable")]
         levels = np.flatnonzero(np.diff(np.sort(-depth))) + 1
         for level in np.split(by_depth, levels):
@@ -265,7 +266,7 @@ class Index:
         self.stamp[rows[order]] = np.arange(self._clock + 1, self._clock + 1 + len(rows), dtype=np.uint64)
         self._clock += len(rows)
 
-    def _depth(self, rows: U32) -> npt.NDArray[np.int64]:
+    def depth(self, rows: U32) -> npt.NDArray[np.int64]:
         """Blocks above each row in its chain, -1 where it has no beginning; by pointer doubling: O(n log depth)."""
         jump = self.parent[: self._high].astype(np.int64)
         jump[jump == NO_ROW] = self._high
@@ -308,6 +309,7 @@ class Index:
         self.disk[rows] = NO_SLOT
         self.children[rows] = 0
         self.reused[rows] = 0
+        self.shared_at[rows] = 0
         self.state[rows] = RowState.FREE
         self.doomed -= len(rows)
         self._free[self._free_count : self._free_count + len(rows)] = rows
@@ -337,6 +339,17 @@ class Index:
         count = len(rows)
         self.stamp[rows] = np.arange(self._clock + count, self._clock, -1, dtype=np.uint64)
         self._clock += count
+
+    def touch_up(self, rows: U32) -> None:
+        """Stamps a piece of a chain (first block first), and all that lies above it."""
+        if not len(rows):
+            return
+        above = []
+        row = int(self.parent[rows[0]])
+        while row != NO_ROW:
+            above.append(row)
+            row = int(self.parent[row])
+        self.touch(np.concatenate([np.array(above[::-1], dtype=np.uint32), rows]))
 
     def childless_in_order(self, rows: U32) -> Mask:
         """Which of `rows` (distinct) may go together and leave no child behind: all their children go with them."""

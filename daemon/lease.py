@@ -46,6 +46,7 @@ class Lease:
     deadline: float
     created: float
     counted: int = 0  # leading blocks whose tokens were already counted as hits
+    settled: bool = False  # the blocks that the request misses were counted
 
 
 class Entry:
@@ -74,6 +75,7 @@ class Reservation:
     state: U8
     deadline: float
     created: float
+    source: int | None = None  # the Tier that the daemon itself fetches the blocks from; None: an engine stores them
     answered: dict[bytes, Mask] = field(default_factory=dict)  # writer's token → entries whose slots it has let go of
 
     def entries(self, blocks: U32) -> npt.NDArray[np.int64]:

@@ -137,6 +137,12 @@ class Residency:
             result |= self.index.hbm[rows] != NO_SLOT
         return result
 
+    def is_ready(self, rows: U32) -> Mask:
+        """Which of the rows that a search found exist and are ready."""
+        there: Mask = rows != NO_ROW
+        there[there] = self.index.state[rows[there]] == RowState.READY
+        return there
+
     def slots(self, rows: U32) -> Slots:
         hbm = self.index.hbm[rows]
         in_hbm = hbm != NO_SLOT
@@ -152,15 +158,15 @@ class Residency:
             generations[~in_dram] = self.hbm.generations.of(pages[~in_dram])
         return generations
 
-    def room(self, size_class: int, count: int, parent: int) -> tuple[U8, U32]:
-        """Up to `count` PENDING slots for a store, in HBM while it has free ones, else in DRAM."""
+    def room(self, size_class: int, count: int, parent: int, *, dram_only: bool = False) -> tuple[U8, U32]:
+        """Up to `count` PENDING slots for a store, in HBM while it has free ones and it may be, else in DRAM."""
         held = np.array([] if parent == NO_ROW else [parent], dtype=np.uint32)
         # The chain's tail must not be evicted to make room for its own children.
         self.index.busy[held] += np.uint8(1)
         try:
             slot_bytes = self.slot_bytes(size_class)
             hbm = _none(np.uint32)
-            if self.hbm is not None and slot_bytes <= self.hbm.pool.slab_bytes:
+            if self.hbm is not None and not dram_only and slot_bytes <= self.hbm.pool.slab_bytes:
                 hbm = self.hbm.allocate(slot_bytes, count)
             dram = self._dram_room(size_class, count - len(hbm))
         finally:
@@ -738,8 +744,7 @@ class Residency:
         """For each block a bit mask of the tiers that it lies in (1 << Tier), 0 where absent."""
         rows = self.index.find(space.number, self.keys(space, hashes))
         masks = np.zeros(len(rows), dtype=np.uint8)
-        known = rows != NO_ROW
-        known[known] = self.index.state[rows[known]] == RowState.READY
+        known = self.is_ready(rows)
         for tier, column in self._columns():
             masks[known] |= np.where(column[rows[known]] != NO_SLOT, np.uint8(1 << tier), np.uint8(0))
         return masks

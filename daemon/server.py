@@ -42,6 +42,7 @@ from kvcascade.tiers.slots import PooledMemory, Progress
 
 from . import protocol
 from .cache import Cache
+from .cluster import Cluster
 from .handover import RETRY_MOST_S, RETRY_S, Absent, Listener, Orphaned, Predecessor, Successor, Withheld
 from .keeper import LEDGER, POOL, Keeper, Remains
 from .protocol import POOL_DRAM, POOL_HBM
@@ -110,6 +111,7 @@ class Daemon:
         self.residency: Residency
         self.cache: Cache
         self.transfer: Transfer
+        self.cluster: Cluster | None = None  # where this node deals with others
         self.address: _Address
         self._listener: Listener
 
@@ -137,6 +139,7 @@ class Daemon:
     async def _serve(self, predecessor: Successor | None) -> None:
         settings = self.settings
         self.recovered = {}
+        cluster = Cluster(self) if Cluster.wanted(settings) else None
         async with AsyncExitStack() as stack:
             if predecessor is None:
                 self.address = stack.enter_context(_Address.take(self.socket_path, settings.daemon.socket_group))
@@ -188,6 +191,8 @@ class Daemon:
             if hbm is not None:
                 hbm.start(loop)
             self.transfer = await stack.enter_async_context(Transfer(self.residency))
+            if cluster is not None:
+                await self._join(stack, cluster, must=predecessor is None)
             stack.push_async_callback(self._end_sessions)
             listening = self.address.listen(settings.daemon.socket_mode, settings.daemon.socket_group)
             self._listener = Listener(listening, lambda: Session(self))
@@ -209,6 +214,16 @@ class Daemon:
                 await self._drain()
             else:
                 self.address.leave()
+
+    async def _join(self, stack: AsyncExitStack, cluster: Cluster, *, must: bool) -> None:
+        """Begins to deal with other nodes. Unless it `must`, the node serves its own engines where that cannot be."""
+        try:
+            self.cluster = await stack.enter_async_context(cluster)
+        except ConfigError as error:
+            if must:
+                raise
+            log.error("serving without other nodes reason=%s", error)
+            self.recovered["cluster"] = str(error)
 
     def _open_pools(
         self, stack: AsyncExitStack, earlier: Successor | Remains | None
@@ -368,9 +383,13 @@ class Daemon:
                 await self._nothing_reserved.wait()
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                await self.transfer.flush()
+                await self._flush()
         except TimeoutError:
             log.warning("drain deadline passed: dirty blocks are forgotten")
+
+    async def _flush(self) -> None:
+        """Writes down what would be lost."""
+        await asyncio.gather(self.transfer.flush(), *([] if self.cluster is None else [self.cluster.sharing.flush()]))
 
     async def _end_sessions(self) -> None:
         for session in list(self.sessions):

@@ -1,9 +1,10 @@
 """One connection of the control socket: from frames to the cache and back, and the process behind it.
 
-Requests are answered in the order in which they come, on the loop's thread; only `load` waits, in a task of its own, so
-replies are matched by correlation id. Whatever a client sends ends in a reply or an error that names the field, and
-where framing is lost in an error and the end of the connection. A session ends with its *process*, which is watched
-by a pidfd: a closed socket may leave a live process in the middle of a copy, a forked child may keep a dead one's open.
+Requests are answered in the order in which they come, on the loop's thread; only those that may wait for bytes or for
+other nodes (`load`, `lookup`, `explain`) do so in tasks of their own, and replies are matched by correlation id.
+Whatever a client sends ends in a reply or an error that names the field, and where framing is lost in an error and the
+end of the connection. A session ends with its *process*, which is watched by a pidfd: a closed socket may leave a live
+process in the middle of a copy, a forked child may keep a dead one's open.
 """
 
 import asyncio
@@ -15,7 +16,8 @@ import secrets
 import select
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from kvcascade.config.errors import CascadeError, ProtocolError, Refused
@@ -23,10 +25,12 @@ from kvcascade.tiers.block import HASH_BYTES, probe_hashes
 from kvcascade.tiers.namespace import Namespace
 
 from . import protocol
-from .cache import Reserved
+from .cache import Match, Reserved
+from .granting import MAX_TICKET
 from .lease import Attachment, Writer
 from .plans import Slots
 from .protocol import Frame, FrameDecoder, Kind, take, take_u32, take_u64
+from .remote import Question
 
 if TYPE_CHECKING:
     from .server import Daemon
@@ -35,9 +39,23 @@ log = logging.getLogger("kvcascade.session")
 
 SO_PEERPIDFD = 77  # Linux 6.5; works across pid namespaces, where SO_PEERCRED says pid 0
 MAX_WAIT_MS = 60_000
+MAX_KEEP_MS = 600_000
 MAX_PENDING = 64  # requests of one session that are still waiting; more are not read until some have ended
 REFUSAL_GRACE_S = 1.0  # how long a connection that may not stay may take to ask for something
 MAX_UNREAD = 16 << 20  # bytes of replies that a client has not read; a client that is so far behind is cut off
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """What a lookup asks, kept while its answer waits."""
+
+    attachment: Attachment
+    group: int
+    hashes: bytes
+    request: bytes
+    pin: bool
+    tokens: bytes
+    promote: bool
 
 
 class Session(asyncio.Protocol):
@@ -61,7 +79,6 @@ class Session(asyncio.Protocol):
         self._refusal: Refused | None = None  # why it may not stay
         self._operations: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             protocol.OP_PING: lambda body: {"boot": daemon.boot},
-            protocol.OP_LOOKUP: self._lookup,
             protocol.OP_RELEASE: self._release,
             protocol.OP_RESERVE: self._reserve,
             protocol.OP_COMMIT: self._commit,
@@ -72,6 +89,8 @@ class Session(asyncio.Protocol):
             protocol.OP_CHECK: lambda body: {"violations": daemon.check()},
             protocol.OP_DETACH: self._detach,
             protocol.OP_FENCED: self._fenced,
+            protocol.OP_COMPUTED: self._computed,
+            protocol.OP_HANDOFF: self._hand_off,
         }
 
     @property
@@ -171,8 +190,12 @@ class Session(asyncio.Protocol):
                 self._attach(frame.correlation, body)
             elif op == protocol.OP_TAKEOVER:
                 self._daemon.hand_over(self, frame.correlation, body)
+            elif op == protocol.OP_LOOKUP:
+                self._start_lookup(frame.correlation, body)
             elif op == protocol.OP_LOAD:
                 self._start_load(frame.correlation, body)
+            elif op == protocol.OP_EXPLAIN:
+                self._start_explain(frame.correlation, body)
             else:
                 operation = self._operations.get(op)
                 if operation is None:
@@ -332,27 +355,120 @@ class Session(asyncio.Protocol):
             raise Refused(f"a session of role {self.role!r} writes no slots")
         return self.writer
 
-    def _lookup(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _start_lookup(self, correlation: int, body: dict[str, Any]) -> None:
+        """Answers at once, or within `wait_ms` where other nodes are being asked for the rest of the prefix."""
         attachment = self._attached()
-        group = take(body, "group", int, default=0)
-        match = self._daemon.cache.lookup(
+        wait = min(take(body, "wait_ms", int, default=0, lo=0), MAX_WAIT_MS) / 1000
+        ticket = take(body, "ticket", bytes, default=b"", hi=MAX_TICKET)
+        lookup = _Lookup(
             attachment,
-            group,
+            take(body, "group", int, default=0),
             take(body, "hashes", bytes),
-            request=_request_id(body),
-            pin=take(body, "pin", bool, default=True),
-            tokens=take(body, "tokens", bytes, default=b""),
+            _request_id(body),
+            take(body, "pin", bool, default=True),
+            take(body, "tokens", bytes, default=b""),
+            take(body, "promote", bool, default=True),
         )
-        if match.ready < match.matched and match.lease and take(body, "promote", bool, default=True):
-            lease = self._daemon.cache.lease(attachment, match.lease)
+        match = self._match(lookup)
+        question = None
+        if take(body, "remote", bool, default=True):
+            question = self._ask(lookup, match, ticket)
+        if question is None or not question.asking or not wait:
+            self._reply_match(correlation, lookup, match, question)
+            return
+        self._follow(self._answer_lookup(correlation, lookup, question, wait), "lookup")
+
+    async def _answer_lookup(self, correlation: int, lookup: "_Lookup", question: Question, wait: float) -> None:
+        await asyncio.wait([question.task], timeout=wait)
+        try:
+            self._reply_match(correlation, lookup, self._match(lookup), question)
+        except CascadeError as error:
+            self.reply_error(correlation, error)
+
+    def _match(self, lookup: "_Lookup") -> Match:
+        match = self._daemon.cache.lookup(
+            lookup.attachment,
+            lookup.group,
+            lookup.hashes,
+            request=lookup.request,
+            pin=lookup.pin,
+            tokens=lookup.tokens,
+            final=False,
+        )
+        if match.ready < match.matched and match.lease and lookup.promote:
+            lease = self._daemon.cache.lease(lookup.attachment, match.lease)
             self._daemon.transfer.promote(lease.space, lease.rows)
-        return {
-            "lease": match.lease,
-            "matched": match.matched,
-            "ready": match.ready,
-            "tiers": match.tiers.tobytes(),
-            "deadline_ms": int(self._daemon.settings.leases.lookup * 1000),
-        }
+        return match
+
+    def _ask(self, lookup: "_Lookup", match: Match, ticket: bytes) -> Question | None:
+        """The question for the blocks behind those that are here, where there is anybody to ask."""
+        cluster, space = self._daemon.cluster, lookup.attachment.spaces[lookup.group]
+        if cluster is None or not lookup.hashes[match.matched * space.width :]:
+            return None
+        return cluster.remote.ask(lookup.attachment, space, lookup.hashes, match.matched, ticket=ticket)
+
+    def _reply_match(self, correlation: int, lookup: "_Lookup", match: Match, question: Question | None) -> None:
+        asking = question is not None and question.asking
+        if not asking:
+            self._daemon.cache.settle(lookup.attachment, lookup.attachment.spaces[lookup.group], match)
+        self.reply(
+            correlation,
+            {
+                "lease": match.lease,
+                "matched": match.matched,
+                "ready": match.ready,
+                "tiers": match.tiers.tobytes(),
+                "asking": asking,
+                "deadline_ms": int(self._daemon.settings.leases.lookup * 1000),
+            },
+        )
+
+    def _computed(self, body: dict[str, Any]) -> dict[str, Any]:
+        """What an engine says of its own speed."""
+        cluster, attachment = self._daemon.cluster, self._attached()
+        tokens = take(body, "tokens", int, lo=1, hi=1 << 32)
+        micros = take(body, "micros", int, lo=1, hi=1 << 40)
+        if cluster is not None:
+            cluster.remote.prefill(attachment).observe(tokens, micros / 1e6)
+        return {}
+
+    def _hand_off(self, body: dict[str, Any]) -> dict[str, Any]:
+        attachment = self._attached()
+        group = take(body, "group", int, default=0, lo=0, hi=len(attachment.spaces) - 1)
+        seconds = take(body, "keep_ms", int, lo=1, hi=MAX_KEEP_MS) / 1000
+        if self._daemon.cluster is None:
+            raise Refused("handoff: peers.listen is not set, so no other node could fetch these blocks")
+        ticket = self._daemon.cluster.hand_off(attachment.spaces[group], take(body, "hashes", bytes), seconds)
+        return {"ticket": ticket}
+
+    def _start_explain(self, correlation: int, body: dict[str, Any]) -> None:
+        """For people: what a lookup of these hashes would fetch from where, and why."""
+        hashes = take(body, "hashes", bytes)
+        group = take(body, "group", int, default=0, lo=0)
+        wanted = take(body, "namespace", bytes, default=b"", hi=32)
+        self._follow(self._explain(correlation, hashes, group, wanted), "explain")
+
+    async def _explain(self, correlation: int, hashes: bytes, group: int, wanted: bytes) -> None:
+        residency, cluster = self._daemon.residency, self._daemon.cluster
+        found = []
+        for space in list(residency.spaces):
+            if space.group != group or (wanted and space.fingerprint != wanted) or len(hashes) % space.width:
+                continue
+            here = residency.where(space, hashes)
+            first = len(here) if here.all() else int((here != 0).argmin())
+            one: dict[str, Any] = {"namespace": space.fingerprint, "here": first}
+            if cluster is not None and first < len(here):
+                one |= await cluster.remote.explain(space, hashes, first)
+            found.append(one)
+        self.reply(correlation, {"namespaces": found, "cluster": cluster is not None})
+
+    def _follow(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Runs a request that waits; the session reads on while not too many do."""
+        task = asyncio.create_task(work, name=name)
+        self._pending.add(task)
+        task.add_done_callback(self._wait_ended)
+        if len(self._pending) == MAX_PENDING and self._transport is not None:
+            self._transport.pause_reading()
 
     def _start_load(self, correlation: int, body: dict[str, Any]) -> None:
         cache = self._daemon.cache
@@ -363,11 +479,7 @@ class Session(asyncio.Protocol):
         lease = cache.lease(attachment, number)
         if wait and not cache.in_memory(lease, count):
             cache.renew(lease, wait)
-            task = asyncio.create_task(self._load(correlation, attachment, number, count, wait), name="load")
-            self._pending.add(task)
-            task.add_done_callback(self._load_ended)
-            if len(self._pending) == MAX_PENDING and self._transport is not None:
-                self._transport.pause_reading()
+            self._follow(self._load(correlation, attachment, number, count, wait), "load")
         else:
             self.reply(correlation, _slots(cache.located(lease, count)))
 
@@ -382,10 +494,10 @@ class Session(asyncio.Protocol):
         except CascadeError as error:
             self.reply_error(correlation, error)
 
-    def _load_ended(self, task: asyncio.Task[None]) -> None:
+    def _wait_ended(self, task: asyncio.Task[None]) -> None:
         self._pending.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            log.error("load failed pid=%s", self.pid, exc_info=task.exception())
+            log.error("%s failed pid=%s", task.get_name(), self.pid, exc_info=task.exception())
             self._daemon.counters["internal_errors"] += 1
         if len(self._pending) == MAX_PENDING - 1 and not self._frozen:
             self.thaw()

@@ -44,7 +44,7 @@ def describe(daemon: "Daemon") -> dict[str, Any]:
         "sessions": _sessions(daemon, now),
         "namespaces": _namespaces(daemon),
         "hits": {
-            "tokens": {name: cache.hit_tokens[name] for name in ("hbm", "dram", "disk", "miss")},
+            "tokens": {name: cache.hit_tokens[name] for name in ("hbm", "dram", "disk", "redis", "peer", "miss")},
             **{name: residency.counters[name] for name in ("lookups", "loads", "stores")},
         },
         "leases": {
@@ -58,6 +58,7 @@ def describe(daemon: "Daemon") -> dict[str, Any]:
         "index": {"blocks": residency.index.count, "bytes": residency.index.nbytes + residency.index.tokens.nbytes},
         "counters": {**residency.counters, **daemon.counters},
         "recovered": daemon.recovered,
+        "cluster": {} if daemon.cluster is None else daemon.cluster.status(),
         "kept": {} if daemon.keeper is None else daemon.keeper.counts(),
     }
 
@@ -149,6 +150,10 @@ def _problems(daemon: "Daemon", tiers: list[dict[str, Any]]) -> list[str]:
                     f"disk.capacity {format_bytes(drive['capacity'])} is more than {drive['directory']} can give: "
                     f"its file system leaves {format_bytes(drive['limit'])} above disk.reserve"
                 )
+    if daemon.cluster is not None:
+        problems += daemon.cluster.problems()
+    if "cluster" in daemon.recovered:
+        problems.append(f"this node serves without others: {daemon.recovered['cluster']}")
     if daemon.draining:
         problems.append("the daemon is ending")
     cache = daemon.cache

@@ -48,7 +48,7 @@ class Transfer:
         # The loop's thread alone changes these.
         self._work = asyncio.Event()
         self._grew = asyncio.Event()  # set for a moment when a slab comes online
-        self._flights: dict[int, asyncio.Task[list[str | None]]] = {}  # row → what brings it up from disk
+        self._flights: dict[int, asyncio.Task[Any]] = {}  # row → what brings it up from disk, or from elsewhere
         self._cleaners: list[asyncio.Task[None]] = []
         self._demotions: set[asyncio.Task[Mask]] = set()
         self._watches: list[asyncio.Task[None]] = []
@@ -282,6 +282,18 @@ class Transfer:
                 # Not by the task itself: one that is cancelled before it begins would report nothing.
                 flight.add_done_callback(partial(self._promoted, piece))
                 self._flights.update((row, flight) for row in piece.rows.tolist())
+
+    def follow(self, rows: U32, flight: "asyncio.Task[Any]") -> None:
+        """Whoever waits for these rows waits for `flight`, which fills them from elsewhere."""
+        flights = dict.fromkeys(rows.tolist(), flight)
+        self._flights |= flights
+
+        def over(_: object) -> None:
+            for row in flights:
+                if self._flights.get(row) is flight:
+                    del self._flights[row]
+
+        flight.add_done_callback(over)
 
     async def _read(self, plan: Promotion) -> list[str | None]:
         disk = self._residency.disk

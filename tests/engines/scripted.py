@@ -295,12 +295,22 @@ class Side:
 
     def lookup(self, tokens: list[int], request: str = "r", **options: Any) -> dict[str, Any]:
         found = self._session.lookup(self._hashes(tokens), request=request, **options)
-        return {"lease": found.lease, "matched": found.matched, "ready": found.ready, "tiers": found.tiers.tolist()}
+        return {"lease": found.lease, "matched": found.matched, "ready": found.ready, "tiers": found.tiers.tolist(),
+                "asking": found.asking}  # fmt: skip
 
     def lookup_told(self, tokens: list[int], told: list[int]) -> int:
         """How many blocks of `tokens` match when the daemon is told other token ids, or these."""
         found = self._session.lookup(self._hashes(tokens), request="told", tokens=told, pin=False)
         return found.matched
+
+    def hand_off(self, tokens: list[int], keep_ms: int = 60_000) -> bytes:
+        return self._session.hand_off(self._hashes(tokens), keep_ms=keep_ms)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        self._session.computed(tokens, seconds)
+
+    def hashes(self, tokens: list[int]) -> list[bytes]:
+        return self._hashes(tokens)
 
     def release(self, lease: int) -> None:
         self._session.release(lease)

@@ -1,0 +1,201 @@
+"""This node among others: the one place where Redis, the peers, the fleet's directory and the cache meet.
+
+Everything is off unless the settings name a Redis or an address to listen on. Whatever is away, slow or refused here is
+a state that `status` shows: the daemon starts, serves and ends without it.
+"""
+
+import asyncio
+import logging
+import socket
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, Self
+
+from kvcascade.config import VERSION
+from kvcascade.config.errors import ConfigError
+from kvcascade.config.settings import Endpoint, Settings
+from kvcascade.tiers.codec import Codec, CodecChoice
+from kvcascade.tiers.redis import RedisTier
+from kvcascade.tiers.remote import Secret
+
+from .cost import Link
+from .fleet import Fleet, NodeInfo
+from .granting import Granting
+from .peer_server import PeerServer
+from .peers import Peers
+from .plans import Space
+from .remote import Remote, Source
+from .sharing import Sharing
+from .sources import PeerSource, RedisSource
+
+if TYPE_CHECKING:
+    from .server import Daemon
+
+log = logging.getLogger("kvcascade.cluster")
+
+
+class Cluster:
+    """All parts of a node that deal with other nodes. Use as an async context manager, after the cache and transfer."""
+
+    def __init__(self, daemon: "Daemon") -> None:
+        """ConfigError for what can never work: certificates, secrets and addresses that cannot be used."""
+        settings = daemon.settings
+        self._settings = settings
+        self._daemon = daemon
+        self._secret = Secret.from_file(settings.cluster.secret_file)
+        self._choice = CodecChoice(settings.cluster.codec)
+        self._name = settings.cluster.node or socket.gethostname()[:64]
+        self._stack = AsyncExitStack()
+        self.redis: RedisTier | None = None
+        self.fleet: Fleet | None = None
+        self.server: PeerServer | None = None
+        self.peers: Peers
+        self.remote: Remote
+        self.sharing: Sharing
+        self.granting: Granting
+        self._sources: list[Source] = []
+        self._redis_link: Link | None = None
+        listen = settings.peers.listen
+        if listen is not None and listen.host in ("0.0.0.0", "::") and settings.peers.advertise is None:
+            raise ConfigError(f"peers.advertise: peers.listen is {listen}, so say at which address others reach it")
+
+    @staticmethod
+    def wanted(settings: Settings) -> bool:
+        """Whether the settings name anything outside of this node."""
+        return bool(settings.redis.url) or settings.peers.listen is not None
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            await self._open(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _open(self, stack: AsyncExitStack) -> None:
+        settings, daemon = self._settings, self._daemon
+        if settings.cluster.codec == "auto":
+            await asyncio.to_thread(self._choice.measure)
+        self.granting = Granting(settings, daemon.cache, daemon.transfer, boot=daemon.boot, clock=daemon.clock)
+        if settings.peers.listen is not None:
+            self.server = PeerServer(
+                settings.peers, self._secret, self.info, self.granting, codec=self._peer_codec, met=self._met
+            )
+            await stack.enter_async_context(self.server)
+        self.peers = await stack.enter_async_context(Peers(settings.peers, self._secret, self.info, met=self._met))
+        if settings.redis.url:
+            await self._open_redis(stack)
+        self._sources.append(PeerSource(self.peers, self.fleet))
+        self.remote = await stack.enter_async_context(
+            Remote(settings.cluster, daemon.cache, daemon.transfer, self._sources, clock=daemon.clock)
+        )
+        payload = self.redis if settings.redis.store in ("payload", "both") else None
+        low = settings.dram.low_watermark.of(daemon.residency.dram.pool.capacity)
+        self.sharing = await stack.enter_async_context(
+            Sharing(settings.redis, daemon.cache, payload, self.fleet, slack=2 * low)
+        )
+
+    async def _open_redis(self, stack: AsyncExitStack) -> None:
+        settings = self._settings
+        redis = self.redis = RedisTier(settings.redis, self._secret, codec=self._redis_codec)
+        await redis.open()
+        stack.push_async_callback(redis.close)
+        if settings.redis.store in ("payload", "both"):
+            source = RedisSource(redis)
+            self._redis_link = source.link
+            self._sources.append(source)
+        if settings.redis.store in ("directory", "both"):
+            self.fleet = await stack.enter_async_context(
+                Fleet(
+                    redis,
+                    self._secret,
+                    self.info(),
+                    entry_ttl=settings.redis.ttl,
+                    timeout=settings.redis.deadline,
+                )
+            )
+
+    def info(self) -> NodeInfo:
+        """What this node says of itself to others."""
+        daemon = self._daemon
+        return NodeInfo(
+            name=self._name,
+            boot=daemon.boot,
+            address=self.address,
+            version=VERSION,
+            hash_algo=daemon.settings.daemon.hash_algo,
+            key_scheme=daemon.settings.daemon.key_scheme,
+            none_hash=daemon.none_hash,
+        )
+
+    @property
+    def address(self) -> Endpoint | None:
+        """Where other nodes reach this one; None where it serves nobody."""
+        if self.server is None:
+            return None
+        if self._settings.peers.advertise is not None:
+            return self._settings.peers.advertise
+        return self.server.endpoint
+
+    def _met(self, info: NodeInfo) -> None:
+        if self.fleet is not None:
+            self.fleet.note(info)
+
+    def _redis_codec(self) -> Codec:
+        link = self._redis_link
+        return self._choice.choose(link.bandwidth if link is not None and link.observed else None)
+
+    def _peer_codec(self) -> Codec:
+        return self._choice.choose(self._settings.peers.bandwidth or None)
+
+    def hand_off(self, space: Space, hashes: bytes, seconds: float) -> bytes:
+        """A ticket for these blocks; see `Granting.hand_off`."""
+        return self.granting.hand_off(space, hashes, seconds, self.address, self._name)
+
+    async def pause(self, timeout: float) -> bool:
+        """Begins nothing any more, and ends what is under way; whether it has ended within `timeout` seconds."""
+        if self.fleet is not None:
+            await self.fleet.stop()
+        if self.server is not None:
+            await self.server.stop()
+        await self.remote.pause()
+        return await self.sharing.pause(timeout)
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        if self.server is not None:
+            try:
+                self.server.start()
+            except ConfigError as error:
+                log.error("other nodes are not served any more reason=%s", error)
+        if self.fleet is not None:
+            self.fleet.start()
+        self.remote.resume()
+        self.sharing.resume()
+
+    # ---- what people see
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = {
+            "node": self._name,
+            "secret": self._secret.shared,
+            "fetch": self._settings.cluster.fetch,
+            "redis": {} if self.redis is None else self.redis.status(),
+            "fleet": {} if self.fleet is None else self.fleet.status(),
+            "server": {} if self.server is None else self.server.status(),
+            "peers": self.peers.status(),
+            "remote": self.remote.status(),
+            "sharing": self.sharing.status(),
+            "handoffs": self.granting.status(),
+        }
+        return status
+
+    def problems(self) -> list[str]:
+        problems = []
+        if self.redis is not None and not self.redis.available:
+            problems.append(f"redis is left alone: {self.redis.status()['reason']}")
+        if self.fleet is not None:
+            problems += self.fleet.problems()
+        if self.server is not None:
+            problems += self.server.problems()
+        return problems

@@ -1,0 +1,195 @@
+"""What other nodes may have of this one: answers how much of a prefix is here, holds it while it is sent, hands it off.
+
+Only what lies here is given: a node never fetches for another one, so a request cannot travel in circles. Blocks are
+held by leases of the daemon's own attachments, with deadlines, as an engine's are.
+
+A *hand-off* is how a prefill engine passes a prefix on: its blocks, also those still being stored, stay pinned until
+another node has fetched them or the deadline has come, and the ticket that names them travels with the request.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cbor2
+
+from kvcascade.config.errors import ProtocolError, Refused
+from kvcascade.config.settings import Endpoint, Settings
+from kvcascade.tiers.block import CRYPTOGRAPHIC, itemsize
+from kvcascade.tiers.remote import BlockName
+
+from .cache import Cache
+from .index import NO_SLOT, RowState
+from .lease import Attachment, Lease
+from .plans import Space
+from .protocol import decode_body
+from .transfer import Transfer
+
+log = logging.getLogger("kvcascade.granting")
+
+GRANT_S = 30.0  # how long blocks are held while they are being sent
+POLL_S = 0.005  # how often a prefix that is still being stored is looked at
+MOST_HANDOFF_S = 600.0
+TICKET_FORMAT = 1
+MAX_TICKET = 1024
+
+
+@dataclass(eq=False, slots=True)
+class Grant:
+    """Blocks that are held for another node: a name and the payload for each, in order.
+
+    The payloads may be read until `release`. `valid`: whether the slots still hold these blocks; to be asked once they
+    were sent, since a lease may run out.
+    """
+
+    names: list[BlockName]
+    blocks: list[memoryview]
+    element: int
+    valid: Callable[[], bool]
+    attachment: Attachment
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Where a handed-off prefix lies: a node's address and incarnation. Travels with a request as opaque bytes."""
+
+    node: str
+    boot: bytes
+    endpoint: Endpoint
+
+    def pack(self) -> bytes:
+        return cbor2.dumps([TICKET_FORMAT, self.node, self.boot, self.endpoint.host, self.endpoint.port])
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Ticket":
+        """ProtocolError for what is no ticket of this format."""
+        if len(data) > MAX_TICKET:
+            raise ProtocolError(f"field 'ticket': {len(data)} bytes are more than {MAX_TICKET}")
+        match decode_body(b"\xa1\x61t" + data).get("t"):
+            case [1, str(node), bytes(boot), str(host), int(port)] if len(boot) == 16 and 0 < port < 65536:
+                return cls(node, boot, Endpoint(host, port))
+        raise ProtocolError("field 'ticket': it is none of this version's")
+
+
+class Granting:
+    """The daemon's answers to other nodes; on the loop's thread."""
+
+    def __init__(
+        self, settings: Settings, cache: Cache, transfer: Transfer, *, boot: bytes, clock: Callable[[], float]
+    ) -> None:
+        self._settings = settings
+        self._cache = cache
+        self._transfer = transfer
+        self._boot = boot
+        self._clock = clock
+        self._attachments: dict[bytes, Attachment] = {}
+        self._handoffs: dict[int, Lease] = {}
+        self._numbers = itertools.count(1)
+
+    def _space(self, namespace: bytes, group: int) -> Space | None:
+        for space in self._cache.residency.spaces:
+            if space.fingerprint == namespace and space.group == group:
+                return space if space.namespace.hash_algo in CRYPTOGRAPHIC else None
+        return None
+
+    def _attachment(self, space: Space) -> Attachment:
+        known = self._attachments.get(space.fingerprint)
+        if known is None:
+            known = self._attachments[space.fingerprint] = self._cache.attach(space.namespace, 1, "peers")
+            known.sessions = 1  # as long as the daemon lives
+        return known
+
+    async def leading(self, namespace: bytes, group: int, hashes: bytes, *, wait: float) -> int:
+        """How many leading blocks of this piece of a chain are here now.
+
+        `wait`: seconds to wait, at most, for those that are still being stored here.
+        """
+        space = self._space(namespace, group)
+        if space is None or len(hashes) % space.width:
+            return 0
+        residency = self._cache.residency
+        keys = residency.keys(space, hashes)
+        deadline = self._clock() + wait
+        while True:
+            rows = residency.index.find(space.number, keys)
+            ready = residency.is_ready(rows)
+            count = len(rows) if ready.all() else int(ready.argmin())
+            left = deadline - self._clock()
+            if count == len(rows) or left <= 0:
+                residency.index.touch_up(rows[:count])
+                return count
+            await asyncio.sleep(min(POLL_S, left))
+
+    async def grant(self, namespace: bytes, group: int, hashes: bytes) -> Grant | None:
+        """Holds the leading blocks of a piece of a chain that are here, in memory; None where there is none."""
+        space = self._space(namespace, group)
+        if space is None or len(hashes) % space.width:
+            return None
+        cache, residency = self._cache, self._cache.residency
+        attachment = self._attachment(space)
+        lease = cache.hold(attachment, space, residency.keys(space, hashes), GRANT_S)
+        try:
+            wait = self._settings.peers.deadline
+            await self._transfer.fetch(
+                space, lambda: cache.leased_rows(attachment, lease.number, len(lease.rows)), wait
+            )
+            rows = cache.leased_rows(attachment, lease.number, len(lease.rows))
+            there = (residency.index.dram[rows] != NO_SLOT) & (residency.index.state[rows] == RowState.READY)
+            rows = rows if there.all() else rows[: int(there.argmin())]
+            if not len(rows):
+                cache.release(attachment, [lease.number])
+                return None
+        except BaseException:
+            cache.release(attachment, [lease.number])
+            raise
+        pages = residency.index.dram[rows]
+        generations = residency.dram.generations
+        before = generations.of(pages).copy()
+        width = space.width
+        return Grant(
+            names=[
+                BlockName(space.fingerprint, space.group, hashes[n * width : (n + 1) * width]) for n in range(len(rows))
+            ],
+            blocks=[residency.dram.view(page, space.block_bytes).data for page in pages.tolist()],
+            element=itemsize(space.namespace.kv_dtype),
+            valid=lambda: bool((generations.of(pages) == before).all()),
+            attachment=attachment,
+            lease=lease,
+        )
+
+    def release(self, grant: Grant, *, sent: bool) -> None:
+        """The blocks of a grant are read no more. `sent`: another node has them, so a hand-off of them is over."""
+        self._cache.release(grant.attachment, [grant.lease.number])
+        if not sent:
+            return
+        have = set(grant.lease.rows.tolist())
+        for number, handoff in list(self._handoffs.items()):
+            if handoff.space is grant.lease.space and len(handoff.rows) and int(handoff.rows[-1]) in have:
+                self._end_handoff(number)
+
+    # ---- hand-offs
+
+    def hand_off(self, space: Space, hashes: bytes, seconds: float, endpoint: Endpoint | None, node: str) -> bytes:
+        """Pins a chain, as far as it is here or being stored here, for another node; its ticket."""
+        if endpoint is None:
+            raise Refused("handoff: peers.listen is not set, so no other node could fetch these blocks")
+        if space.namespace.hash_algo not in CRYPTOGRAPHIC:
+            raise Refused(f"handoff: hashes of {space.namespace.hash_algo} may not leave the node")
+        self._handoffs = {n: one for n, one in self._handoffs.items() if n in one.attachment.leases}
+        attachment = self._attachment(space)
+        keys = self._cache.residency.keys(space, hashes)
+        lease = self._cache.hold(attachment, space, keys, min(seconds, MOST_HANDOFF_S), pending=True)
+        self._handoffs[lease.number] = lease
+        return Ticket(node, self._boot, endpoint).pack()
+
+    def _end_handoff(self, number: int) -> None:
+        handoff = self._handoffs.pop(number)
+        self._cache.release(handoff.attachment, [number])
+
+    def status(self) -> dict[str, Any]:
+        live = [one for n, one in self._handoffs.items() if n in one.attachment.leases]
+        return {"handoffs": len(live), "handoff_blocks": sum(len(one.rows) for one in live)}

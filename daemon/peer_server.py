@@ -1,0 +1,332 @@
+"""Serves this node's blocks to other nodes: one TCP port, one thread a connection, bytes straight from the pool.
+
+The event loop decides (what is here, what is held for how long), threads send. A caller that is slow, or gone, costs
+its thread and its grant until the deadline, and nobody else anything. After a block was sent its slot is looked at
+again: if it was handed on meanwhile, the caller is told that what it got is void.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Protocol, Self, TypeVar
+
+from kvcascade.config.errors import CascadeError, ConfigError, ProtocolError, Refused, TierUnavailable
+from kvcascade.config.settings import Endpoint, PeerSettings
+from kvcascade.tiers import value
+from kvcascade.tiers.codec import Codec, encode
+from kvcascade.tiers.remote import Secret
+
+from .fleet import NodeInfo
+from .granting import Grant
+from .peer_wire import SOCKET_BYTES, Channel, Different, Say, tls_context
+from .protocol import take
+
+log = logging.getLogger("kvcascade.peers")
+
+T = TypeVar("T")
+
+CONNECTIONS: Final = 256  # at once; the next one is closed
+HANDSHAKE_S: Final = 5.0
+IDLE_S: Final = 120.0  # a connection that asks for nothing is closed
+MAX_WAIT_S: Final = 60.0
+BACKLOG: Final = 128
+PIECE: Final = 1 << 20  # of a payload, where the bandwidth is limited
+CLOSE_S: Final = 5.0
+
+
+class Granting(Protocol):
+    """What the server asks; all on the loop's thread. `granting.Granting`."""
+
+    async def leading(self, namespace: bytes, group: int, hashes: bytes, *, wait: float) -> int: ...
+
+    async def grant(self, namespace: bytes, group: int, hashes: bytes) -> Grant | None: ...
+
+    def release(self, grant: Grant, *, sent: bool) -> None: ...
+
+
+class PeerServer:
+    """Use as an async context manager; leaving it ends all connections and threads."""
+
+    def __init__(
+        self,
+        settings: PeerSettings,
+        secret: Secret,
+        me: Callable[[], NodeInfo],
+        granting: Granting,
+        *,
+        codec: Callable[[], Codec] = lambda: Codec.RAW,
+        met: Callable[[NodeInfo], None] = lambda info: None,
+    ) -> None:
+        """`me`: who this node is, asked at each handshake. `met`: told, on the loop, of nodes that were refused.
+
+        ConfigError for certificates that do not fit.
+        """
+        assert settings.listen is not None
+        self._settings = settings
+        self._secret = secret
+        self._me = me
+        self._granting = granting
+        self._codec = codec
+        self._met = met
+        self._tls = tls_context(settings, server=True)
+        self._allowed = [ipaddress.ip_network(network) for network in settings.allow]
+        self._listener: socket.socket | None = None
+        self.endpoint = settings.listen
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()  # of the three below
+        self._threads: set[threading.Thread] = set()
+        self._sockets: set[socket.socket] = set()
+        self._counters: Counter[str] = Counter()
+        self._rate = _Rate(settings.bandwidth)
+        self._closing = False
+        self._acceptor: threading.Thread | None = None
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def start(self) -> None:
+        """Listens, at first or again. ConfigError where the address cannot be had."""
+        self._listener = _listen(self.endpoint)
+        self.endpoint = Endpoint(*self._listener.getsockname()[:2])
+        self._closing = False
+        self._acceptor = threading.Thread(
+            target=self._accept, args=(self._listener,), name="kvcascade-peer-accept", daemon=True
+        )
+        self._acceptor.start()
+
+    async def stop(self) -> None:
+        """Ends all connections and gives the address free, until `start`. Idempotent."""
+        if self._listener is None or self._acceptor is None:
+            return
+        self._closing = True
+        with self._lock:
+            sockets = list(self._sockets)
+        for sock in (self._listener, *sockets):
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+        end = time.monotonic() + CLOSE_S
+        while time.monotonic() < end:
+            with self._lock:
+                threads = [*self._threads, self._acceptor]
+            if not any(thread.is_alive() for thread in threads):
+                break
+            await asyncio.sleep(0.005)
+        else:
+            log.error("peers: a connection does not end")
+        self._listener.close()
+        self._listener = self._acceptor = None
+
+    # ---- threads
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closing:
+            try:
+                sock, address = listener.accept()
+            except OSError as error:
+                if self._is_closing():
+                    return
+                log.warning("peers: a connection was not accepted reason=%s", error)
+                time.sleep(0.05)
+                continue
+            with self._lock:
+                allowed = self._may_connect(address[0]) and len(self._threads) < CONNECTIONS and not self._closing
+                self._counters["connections" if allowed else "connections_refused"] += 1
+                if not allowed:
+                    sock.close()
+                    continue
+                self._sockets.add(sock)
+                thread = threading.Thread(
+                    target=self._serve, args=(sock, address[0]), name="kvcascade-peer", daemon=True
+                )
+                self._threads.add(thread)
+            thread.start()
+
+    def _is_closing(self) -> bool:
+        return self._closing
+
+    def _may_connect(self, host: str) -> bool:
+        if not self._allowed:
+            return True
+        address = ipaddress.ip_address(host.partition("%")[0])
+        mapped = getattr(address, "ipv4_mapped", None) or address
+        return any(mapped in network for network in self._allowed)
+
+    def _serve(self, sock: socket.socket, host: str) -> None:
+        plain = sock
+        try:
+            if self._tls is not None:
+                sock.settimeout(HANDSHAKE_S)
+                sock = self._tls.wrap_socket(sock, server_side=True)
+                with self._lock:
+                    self._sockets.add(sock)
+            channel = Channel(sock, self._secret)
+            channel.until(time.monotonic() + HANDSHAKE_S)
+            caller = channel.welcome(self._me())
+            while not self._closing:
+                channel.until(time.monotonic() + IDLE_S)
+                self._answer(channel, caller, *channel.hear())
+        except Different as error:
+            self._count("refused_handshakes")
+            log.warning("peers: a node was refused host=%s reason=%s", host, error)
+            self._on_loop(self._note(error.info))
+        except (Refused, ProtocolError) as error:
+            self._count("refused_handshakes")
+            log.warning("peers: a connection was refused host=%s reason=%s", host, error)
+        except (CascadeError, OSError, ssl.SSLError) as error:
+            log.debug("peers: a connection ended host=%s reason=%s", host, error)
+        except Exception:
+            log.exception("peers: a connection failed host=%s", host)
+        finally:
+            sock.close()
+            plain.close()
+            with self._lock:
+                self._sockets -= {sock, plain}
+                self._threads.discard(threading.current_thread())
+
+    async def _note(self, info: NodeInfo) -> None:
+        self._met(info)
+
+    def _on_loop(self, work: Coroutine[Any, Any, T], timeout: float = MAX_WAIT_S) -> T | None:
+        assert self._loop is not None
+        if self._closing:
+            work.close()
+            raise TierUnavailable("peer: the daemon is ending")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        end = time.monotonic() + timeout
+        while True:
+            try:
+                return future.result(0.2)
+            except TimeoutError:
+                if future.done():
+                    raise
+                if self._closing or time.monotonic() > end:
+                    future.cancel()
+                    raise TierUnavailable("peer: the daemon is ending") from None
+
+    def _count(self, name: str, by: int = 1) -> None:
+        with self._lock:
+            self._counters[name] += by
+
+    def _answer(self, channel: Channel, caller: NodeInfo, said: Say, values: dict[str, Any]) -> None:
+        try:
+            if take(values, "boot", bytes, lo=16, hi=16) != self._me().boot:
+                raise Refused("this node was started anew: what is known of it is out of date")
+            namespace = take(values, "namespace", bytes, lo=32, hi=32)
+            group = take(values, "group", int, lo=0, hi=255)
+            hashes = take(values, "hashes", bytes)
+            if said == Say.ASK:
+                wait = min(take(values, "wait_ms", int, lo=0) / 1000, MAX_WAIT_S)
+                channel.until(time.monotonic() + wait + IDLE_S)
+                count = self._on_loop(self._granting.leading(namespace, group, hashes, wait=wait), wait + IDLE_S)
+                channel.say(Say.ANSWER, {"count": count})
+            elif said == Say.FETCH:
+                self._send(channel, namespace, group, hashes)
+            else:
+                raise ProtocolError(f"peer: {said.name.lower()} is nothing to ask")
+        except (Refused, ProtocolError) as error:
+            if channel.closed:
+                raise
+            channel.say(Say.REFUSED, {"reason": str(error)[:1024]})
+
+    def _send(self, channel: Channel, namespace: bytes, group: int, hashes: bytes) -> None:
+        grant = self._on_loop(self._granting.grant(namespace, group, hashes))
+        if grant is None:
+            channel.say(Say.GRANTED, {"count": 0})
+            channel.say(Say.SENT, {"valid": True})
+            return
+        sent = False
+        try:
+            channel.until(time.monotonic() + MAX_WAIT_S)
+            channel.say(Say.GRANTED, {"count": len(grant.blocks)})
+            codec = self._codec()
+            for name, block in zip(grant.names, grant.blocks, strict=True):
+                used, parts = encode(block, codec, grant.element)
+                header = value.pack(name, b"", block, parts, codec=used, element=grant.element, secret=self._secret)
+                self._paced(channel, [header, *parts])
+            valid = grant.valid()
+            channel.say(Say.SENT, {"valid": valid})
+            sent = valid
+            with self._lock:
+                self._counters["served_blocks"] += len(grant.blocks)
+                self._counters["served_bytes"] += sum(map(len, grant.blocks))
+        finally:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(lambda: self._granting.release(grant, sent=sent))
+
+    def _paced(self, channel: Channel, parts: list[bytes | memoryview]) -> None:
+        if not self._settings.bandwidth:
+            channel.send(parts)
+            return
+        for part in parts:
+            view = memoryview(part)
+            for start in range(0, len(view), PIECE):
+                piece = view[start : start + PIECE]
+                self._rate.wait(len(piece))
+                channel.send([piece])
+
+    # ---- what people see
+
+    def status(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "listen": str(self.endpoint),
+                "connections": len(self._threads),
+                "tls": self._tls is not None,
+                "counters": dict(self._counters),
+            }
+
+    def problems(self) -> list[str]:
+        address = ipaddress.ip_address(self.endpoint.host)
+        if self._tls is None and not self._secret.shared and not address.is_loopback:
+            return [
+                f"peers.listen: {self.endpoint} is open to whoever reaches it: set cluster.secret_file, or peers.tls_*"
+            ]
+        return []
+
+
+class _Rate:
+    """Lets so many bytes a second through, all threads together; 0: as many as come."""
+
+    def __init__(self, bandwidth: int) -> None:
+        self._bandwidth = bandwidth
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def wait(self, count: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            begin = max(now, self._free_at)
+            self._free_at = begin + count / self._bandwidth
+        time.sleep(max(0.0, begin - now))
+
+
+def _listen(endpoint: Endpoint) -> socket.socket:
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(
+            endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, number)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+            sock.bind(address)
+            sock.listen(BACKLOG)
+        except OSError:
+            sock.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"peers.listen: {endpoint} cannot be had: {error.strerror or error}") from error
+    return sock

@@ -1,0 +1,278 @@
+"""What two nodes say to each other over TCP, and how they prove who they are; blocking, one thread a connection.
+
+A connection begins with a handshake, before which nothing else is read: both sides say who they are (`NodeInfo`) and
+prove that they hold the fleet's secret over both sides' fresh nonces, so that nothing recorded is of use. Then come
+frames: a fixed header (kind, length, number), a CBOR body, and a tag under a key of this connection and direction, so
+that nobody in between can change, repeat, drop or reorder one unnoticed. Payloads follow their frame as in Redis
+(value.py), each with a tag of its own. Without a secret all tags are made under a key that everybody knows; then TLS is
+what keeps strangers out.
+
+    the one that connects                          the one that serves
+    hello(info, nonce)                    →
+                                          ←        hello(info, nonce), proof   or   refused(reason)
+    proof                                 →
+    ask(namespace, group, hashes, wait)   →        answer(count)               or   refused(reason)
+    fetch(namespace, group, hashes)       →        granted(count), count values, sent(valid)
+"""
+
+import os
+import secrets
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, Final
+
+import cbor2
+
+from kvcascade.config.errors import ConfigError, ProtocolError, Refused, TierUnavailable
+from kvcascade.config.settings import PeerSettings
+from kvcascade.tiers.remote import TAG_BYTES, Secret
+
+from .fleet import NodeInfo
+from .protocol import decode_body, take
+
+MAGIC: Final = b"kvcp"
+VERSION: Final = 1
+_HELLO: Final = struct.Struct("<4sHI")  # magic, version, length of the body
+_FRAME: Final = struct.Struct("<BIQ")  # kind, length of the body, number of the frame in its direction
+MAX_HELLO: Final = 4096
+MAX_BODY: Final = 4 << 20  # 65,536 hashes and more
+NONCE_BYTES: Final = 32
+SOCKET_BYTES: Final = 4 << 20
+IOV_MAX: Final = 512
+
+Bytes = bytes | memoryview
+
+
+class Say(IntEnum):
+    """The kinds of frames."""
+
+    REFUSED = 1
+    ASK = 2
+    ANSWER = 3
+    FETCH = 4
+    GRANTED = 5
+    SENT = 6
+
+
+class Channel:
+    """A connected socket with deadlines; not thread-safe. TierUnavailable for trouble, ProtocolError for nonsense."""
+
+    def __init__(self, sock: socket.socket, secret: Secret) -> None:
+        self._sock = sock
+        self._secret = secret
+        self._deadline = 0.0
+        self._key = b""
+        self._sides = (b"", b"")  # ours, theirs
+        self._numbers = [0, 0]  # of the next frame: ours, theirs
+        self.closed = False
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.closed = True
+        self._sock.close()
+
+    def break_off(self) -> None:
+        """Ends what another thread is waiting for on this channel."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def is_stale(self) -> bool:
+        """Whether the other side has closed an idle connection, or said what nobody asked for."""
+        try:
+            self._sock.settimeout(0)
+            return bool(select.select([self._sock], [], [], 0)[0])
+        except (OSError, ValueError):
+            return True
+
+    def until(self, deadline: float) -> None:
+        """Sets the time (`time.monotonic`) by which the next calls end."""
+        self._deadline = deadline
+
+    def _wait(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._sock.settimeout(left)
+
+    # ---- bytes
+
+    def send(self, parts: Sequence[Bytes]) -> None:
+        """Sends all parts, in order."""
+        views = [memoryview(part).cast("B") for part in parts if len(part)]
+        try:
+            while views:
+                self._wait()
+                if isinstance(self._sock, ssl.SSLSocket):
+                    sent = self._sock.send(views[0][: 1 << 20])
+                else:
+                    sent = self._sock.sendmsg(views[:IOV_MAX])
+                while sent:
+                    if sent >= len(views[0]):
+                        sent -= len(views.pop(0))
+                    else:
+                        views[0], sent = views[0][sent:], 0
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def read_into(self, into: memoryview) -> None:
+        """Reads exactly as many bytes as `into` has."""
+        have = 0
+        try:
+            while have < len(into):
+                self._wait()
+                count = self._sock.recv_into(into[have:])
+                if not count:
+                    raise ConnectionResetError("closed by the other side")
+                have += count
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def read(self, count: int) -> bytes:
+        data = bytearray(count)
+        self.read_into(memoryview(data))
+        return bytes(data)
+
+    def _failed(self, error: OSError) -> TierUnavailable:
+        self.close()
+        text = "no answer in time" if isinstance(error, TimeoutError) else str(error.strerror or error)
+        return TierUnavailable(f"peer: {text}")
+
+    # ---- the handshake
+
+    def _send_hello(self, info: NodeInfo, nonce: bytes) -> bytes:
+        body = cbor2.dumps({"info": info.pack(), "nonce": nonce})
+        self.send([_HELLO.pack(MAGIC, VERSION, len(body)), body])
+        return body
+
+    def _read_hello(self) -> bytes:
+        magic, version, length = _HELLO.unpack(self.read(_HELLO.size))
+        if magic != MAGIC:
+            raise ProtocolError("handshake: the other side is no kvcascade node")
+        if version != VERSION:
+            raise Refused(f"handshake: the other side speaks version {version} of the protocol, this node {VERSION}")
+        if not 0 < length <= MAX_HELLO:
+            raise ProtocolError(f"handshake: a hello of {length} bytes")
+        return self.read(length)
+
+    @staticmethod
+    def _parse_hello(body: bytes) -> tuple[NodeInfo, bytes]:
+        values = decode_body(body)
+        info = NodeInfo.unpack(take(values, "info", bytes, hi=MAX_HELLO))
+        return info, take(values, "nonce", bytes, lo=NONCE_BYTES, hi=NONCE_BYTES)
+
+    def _proof(self, side: bytes, caller: bytes, server: bytes) -> bytes:
+        return self._secret.tag("peers", b"proof", side, caller, server)
+
+    def _begin(self, ours: bytes, theirs: bytes, caller: bytes, server: bytes) -> None:
+        self._key = self._secret.tag("peers", b"key", caller, server)
+        self._sides = (ours, theirs)
+
+    def greet(self, me: NodeInfo) -> NodeInfo:
+        """The caller's side; who the other one is. Refused where either side does not want the other."""
+        mine = self._send_hello(me, secrets.token_bytes(NONCE_BYTES))
+        theirs = self._read_hello()
+        values = decode_body(theirs)
+        if "refused" in values:
+            # Not proved by anything, and good for a message alone.
+            raise Refused(f"peer: {take(values, 'refused', str, hi=1024)}")
+        info, _ = self._parse_hello(theirs)
+        if not _same(self.read(TAG_BYTES), self._proof(b"server", mine, theirs)):
+            raise Refused(f"cluster.secret_file: {info.name} has another secret than this node")
+        self.send([self._proof(b"caller", mine, theirs)])
+        self._begin(b"caller", b"server", mine, theirs)
+        return info
+
+    def welcome(self, me: NodeInfo) -> NodeInfo:
+        """The server's side; who the caller is. Refused, and the caller told why, where it may not stay."""
+        theirs = self._read_hello()
+        info, _ = self._parse_hello(theirs)
+        difference = me.difference(info)
+        if difference is not None:
+            self.refuse(difference)
+            raise Different(info, difference)
+        mine = self._send_hello(me, secrets.token_bytes(NONCE_BYTES))
+        self.send([self._proof(b"server", theirs, mine)])
+        if not _same(self.read(TAG_BYTES), self._proof(b"caller", theirs, mine)):
+            raise Refused(f"cluster.secret_file: {info.name} has another secret than this node")
+        self._begin(b"server", b"caller", theirs, mine)
+        return info
+
+    def refuse(self, reason: str) -> None:
+        """Says why, in place of a hello."""
+        body = cbor2.dumps({"refused": reason[:1024]})
+        self.send([_HELLO.pack(MAGIC, VERSION, len(body)), body])
+
+    # ---- frames
+
+    def _tag(self, side: bytes, head: bytes, body: bytes) -> bytes:
+        return self._secret.tag("peers", self._key, side, head, body)
+
+    def say(self, kind: Say, values: Mapping[str, Any], *payload: Bytes) -> None:
+        """Sends a frame, and what follows it."""
+        body = cbor2.dumps(dict(values))
+        head = _FRAME.pack(kind, len(body), self._numbers[0])
+        self._numbers[0] += 1
+        self.send([head, body, self._tag(self._sides[0], head, body), *payload])
+
+    def hear(self) -> tuple[Say, dict[str, Any]]:
+        """The next frame. Refused where the other side refuses."""
+        head = self.read(_FRAME.size)
+        kind, length, number = _FRAME.unpack(head)
+        if length > MAX_BODY or number != self._numbers[1]:
+            raise ProtocolError(f"peer: frame {number} of {length} bytes is not the next one")
+        self._numbers[1] += 1
+        body = self.read(length)
+        if not _same(self.read(TAG_BYTES), self._tag(self._sides[1], head, body)):
+            raise ProtocolError("peer: a frame was changed on its way")
+        values = decode_body(body)
+        try:
+            said = Say(kind)
+        except ValueError as error:
+            raise ProtocolError(f"peer: a frame of the unknown kind {kind}") from error
+        if said == Say.REFUSED:
+            raise Refused(f"peer: {take(values, 'reason', str, hi=1024)}")
+        return said, values
+
+
+class Different(Refused):
+    """The other side's blocks have other names than ours."""
+
+    def __init__(self, info: NodeInfo, difference: str) -> None:
+        super().__init__(difference)
+        self.info = info
+
+
+def _same(one: bytes, other: bytes) -> bool:
+    return secrets.compare_digest(one, other)
+
+
+def tls_context(settings: PeerSettings, *, server: bool) -> ssl.SSLContext | None:
+    """For mutual TLS; None where none is set. ConfigError naming what cannot be used."""
+    if settings.tls_cert is None:
+        if settings.tls_key is not None or settings.tls_ca is not None:
+            raise ConfigError("peers.tls_cert: tls_key or tls_ca is set, so say this node's certificate")
+        return None
+    for name in ("tls_cert", "tls_key", "tls_ca"):
+        path = getattr(settings, name)
+        if path is None or not os.access(path, os.R_OK):
+            raise ConfigError(f"peers.{name}: {path or 'nothing'} cannot be read; mutual TLS needs all three files")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # Who a node is is what its certificate's signer says; its address may be any of the fleet's.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(str(settings.tls_cert), str(settings.tls_key))
+        context.load_verify_locations(str(settings.tls_ca))
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"peers.tls_cert: the files do not fit together: {error}") from error
+    return context

@@ -1,0 +1,367 @@
+"""Blocks that lie elsewhere: asks Redis and the other nodes for the rest of a prefix, and fetches what pays.
+
+A lookup that finds part of a chain here opens a *question* for the rest: one round trip to Redis (which of the blocks
+it has; which nodes may have them), one to the nodes that are named. From the answers and measured speeds the cost model
+decides what arrives sooner than the engine would recompute it. That part is fetched as any engine would store it: slots
+are reserved, so that every later lookup counts on the blocks and nobody fetches or stores them a second time; data
+threads receive straight into the slots and prove what they received; the leading run that is good is committed, the
+rest is given up.
+
+The rules:
+
+- An error is no answer: it is remembered for a moment, so that a request is not kept asking, and never as an absence.
+- A prefix ends at the first block that cannot be had. Positions never shift.
+- Only blocks with cryptographic hashes are asked for or given: others are no proof of which tokens they stand for.
+- A node fetches for its own engines, never for another node.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+from kvcascade.config.errors import CascadeError
+from kvcascade.config.settings import ClusterSettings
+from kvcascade.tiers.block import CRYPTOGRAPHIC, itemsize
+from kvcascade.tiers.remote import BlockName, Fetch, disproves
+
+from .cache import Cache
+from .cost import Decision, Link, Offer, Prefill, decide
+from .lease import Attachment, Writer
+from .plans import Space
+from .protocol import BlockState, Tier
+from .transfer import Transfer
+
+log = logging.getLogger("kvcascade.remote")
+
+BATCH_BYTES = 8 << 20  # so that the first blocks of a long prefix are ready before the last have come
+BATCHES = 4  # of one prefix under way at once: the next one waits at the source when one has come
+ABSENT_S = 1.0  # how long an answer holds that there is nothing, or nothing that pays
+ERROR_S = 0.2  # and that no answer came
+QUESTIONS = 4096  # remembered at most
+MOST_BLOCKS = 16384  # of one question; what lies behind is asked for when these are here
+PREFILLS = 1024  # engines whose speed is remembered
+
+
+class Source(Protocol):
+    """Where blocks may lie: Redis, or the other nodes. All of its methods are called on the loop's thread."""
+
+    tier: Tier
+
+    async def find(self, space: Space, hashes: bytes, ticket: bytes, timeout: float) -> list["Found"]:
+        """Who has leading blocks of `hashes`, a piece of a chain. CascadeError when that cannot be told now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One place that has the `blocks` leading blocks of what was asked for, and how to fetch from there."""
+
+    name: str
+    tier: Tier
+    blocks: int
+    link: Link
+    fetch: Callable[[Sequence[Fetch], float], Awaitable[list[str | None]]]
+
+
+@dataclass(eq=False, slots=True)
+class Question:
+    """What became of the blocks from `first` on of one chain: being asked for, or answered by a decision."""
+
+    space: Space
+    first: int
+    task: "asyncio.Task[None]"
+    expires: float = float("inf")
+    decision: Decision | None = None
+    error: str = ""
+
+    @property
+    def asking(self) -> bool:
+        return not self.task.done()
+
+
+@dataclass(eq=False, slots=True)
+class _Fetching:
+    """One prefix on its way: its reservation and the places of its blocks."""
+
+    attachment: Attachment
+    writer: Writer
+    lease: int
+    jobs: list[Fetch]
+    blocks: list[int]  # indices in the chain
+    found: Found
+    failed: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Ours:
+    """The daemon's own attachment to a namespace, in whose name it reserves."""
+
+    attachment: Attachment
+    writer: Writer
+
+
+class Remote:
+    """The questions and the fetches of a node. Use as an async context manager; leaving it ends all of them."""
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        cache: Cache,
+        transfer: Transfer,
+        sources: Sequence[Source],
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._cache = cache
+        self._transfer = transfer
+        self._sources = sources
+        self._clock = clock
+        # The loop's thread alone changes all of this.
+        self._questions: dict[tuple[int, bytes], Question] = {}
+        self._ours: dict[bytes, _Ours] = {}
+        self._prefills: dict[tuple[str, bytes], Prefill] = {}
+        self._fetches: set[asyncio.Task[list[str | None]]] = set()
+        self._paused = False
+        self.counters: Counter[str] = Counter()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.pause()
+
+    async def pause(self) -> None:
+        """Ends all questions and fetches, and begins no others, until `resume`."""
+        self._paused = True
+        for question in self._questions.values():
+            question.task.cancel()
+        if self._questions:
+            await asyncio.wait([question.task for question in self._questions.values()])
+        self._questions.clear()
+        for fetch in self._fetches:
+            fetch.cancel()
+        if self._fetches:
+            await asyncio.wait(self._fetches)
+        await asyncio.sleep(0)  # for what they report
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._paused = False
+
+    # ---- questions
+
+    def ask(
+        self, attachment: Attachment, space: Space, hashes: bytes, first: int, *, ticket: bytes = b""
+    ) -> Question | None:
+        """The question for the blocks of a chain from `first` on, begun if nobody has asked lately; None: no use.
+
+        `ticket`: what another node's engine handed over with the request; that node is then asked, whoever else is.
+        """
+        if self._paused or self._settings.fetch == "never" or space.namespace.hash_algo not in CRYPTOGRAPHIC:
+            return None
+        end = min(len(hashes), (first + MOST_BLOCKS) * space.width)
+        hashes = hashes[:end]
+        key = (space.number, hashes[-space.width :])
+        question = self._questions.get(key)
+        if question is not None and (question.asking or self._clock() < question.expires):
+            return question
+        if len(self._questions) >= QUESTIONS:
+            self._forget_answered()
+            if len(self._questions) >= QUESTIONS:
+                self.counters["questions_refused"] += 1
+                return None
+        prefill = self.prefill(attachment)
+        task = asyncio.create_task(self._answer(key, space, hashes, first, prefill, ticket), name="question")
+        question = self._questions[key] = Question(space, first, task)
+        self.counters["questions"] += 1
+        return question
+
+    def prefill(self, attachment: Attachment) -> Prefill:
+        """What is known of the speed at which an engine computes what it does not find."""
+        key = (attachment.engine, attachment.spaces[0].fingerprint)
+        known = self._prefills.get(key)
+        if known is None:
+            if len(self._prefills) >= PREFILLS:
+                self._prefills.pop(next(iter(self._prefills)))
+            known = self._prefills[key] = Prefill()
+        return known
+
+    def _forget_answered(self) -> None:
+        now = self._clock()
+        self._questions = {key: one for key, one in self._questions.items() if one.asking or now < one.expires}
+
+    async def _answer(
+        self, key: tuple[int, bytes], space: Space, hashes: bytes, first: int, prefill: Prefill, ticket: bytes
+    ) -> None:
+        question = self._questions[key]
+        keep = ERROR_S
+        try:
+            async with asyncio.timeout(self._settings.deadline):
+                decision, founds = await self._weigh(space, hashes, first, prefill, ticket, self._settings.fetch)
+            question.decision = decision
+            keep = ABSENT_S
+            for found, count in zip(founds, decision.counts, strict=True):
+                if count:
+                    self._begin(space, hashes[: (first + count) * space.width], first, found)
+        except TimeoutError:
+            question.error = "no answer in time"
+        except CascadeError as error:
+            question.error = str(error)
+        except Exception as error:
+            log.exception("question failed")
+            question.error = str(error)
+        finally:
+            if question.error:
+                self.counters["questions_failed"] += 1
+            question.expires = self._clock() + keep
+
+    async def _weigh(
+        self, space: Space, hashes: bytes, first: int, prefill: Prefill, ticket: bytes, policy: str
+    ) -> tuple[Decision, list[Found]]:
+        """Asks every source; what the cost model makes of the answers. CascadeError when none of them could answer."""
+        tail = hashes[first * space.width :]
+        asked = [
+            asyncio.create_task(source.find(space, tail, ticket, self._settings.deadline)) for source in self._sources
+        ]
+        try:
+            await asyncio.wait(asked)
+        finally:
+            for task in asked:
+                task.cancel()
+        founds: list[Found] = []
+        errors: list[CascadeError] = []
+        for task in asked:
+            error = task.exception()
+            if error is None:
+                founds += task.result()
+            elif isinstance(error, CascadeError):
+                errors.append(error)
+            else:
+                raise error
+        if not founds and errors:
+            raise errors[0]
+        decision = decide(
+            [Offer(found.name, found.blocks, found.link) for found in founds],
+            block_bytes=space.block_bytes,
+            block_tokens=space.shape.block_tokens,
+            prefill=prefill,
+            policy=policy,
+            deadline=self._settings.deadline,
+        )
+        return decision, founds
+
+    async def explain(self, space: Space, hashes: bytes, first: int) -> dict[str, Any]:
+        """Asks as a lookup would, fetches nothing, and says what would be fetched from where and why.
+
+        Judged by the speed of the engine of this namespace that was heard of last.
+        """
+        known = [one for (_, fingerprint), one in self._prefills.items() if fingerprint == space.fingerprint]
+        prefill = known[-1] if known else Prefill()
+        try:
+            async with asyncio.timeout(self._settings.deadline):
+                decision, founds = await self._weigh(space, hashes, first, prefill, b"", self._settings.fetch)
+        except (TimeoutError, CascadeError) as error:
+            return {"first": first, "error": str(error) or "no answer in time", "sources": []}
+        return {
+            "first": first,
+            "why": decision.why,
+            "sources": [
+                {"name": found.name, "blocks": found.blocks, "fetch": count}
+                for found, count in zip(founds, decision.counts, strict=True)
+            ],
+        }
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "asking": sum(question.asking for question in self._questions.values()),
+            "fetching": len(self._fetches),
+            "prefill": [
+                {"engine": engine, "namespace": fingerprint.hex(), "tokens_s": one.rate}
+                for (engine, fingerprint), one in self._prefills.items()
+                if one.observed
+            ],
+            "counters": dict(self.counters),
+        }
+
+    # ---- fetches
+
+    def _begin(self, space: Space, hashes: bytes, first: int, found: Found) -> None:
+        """Reserves the blocks of a chain from `first` on, as far as there is room, and begins to receive them."""
+        ours = self._attach(space)
+        cache, residency = self._cache, self._cache.residency
+        reserved = cache.reserve(ours.attachment, space.group, hashes, first, source=found.tier)
+        slots = np.flatnonzero(reserved.states == BlockState.SLOT)
+        if not len(slots):
+            return
+        reservation = ours.attachment.reservations[reserved.lease]
+        reservation.deadline = self._clock() + self._settings.deadline + 1.0
+        element = itemsize(space.namespace.kv_dtype)
+        blocks = (slots + first).tolist()
+        jobs = []
+        for block, page in zip(blocks, reserved.slots.pages.tolist(), strict=True):
+            name = BlockName(space.fingerprint, space.group, hashes[block * space.width : (block + 1) * space.width])
+            jobs.append(Fetch(name, residency.dram.view(page, space.block_bytes).data, element))
+        found.link.queued += len(jobs) * space.block_bytes
+        fetching = _Fetching(ours.attachment, ours.writer, reserved.lease, jobs, blocks, found)
+        size = max(1, BATCH_BYTES // space.block_bytes)
+        room = asyncio.Semaphore(BATCHES)
+        deadline = self._clock() + self._settings.deadline
+        for start in range(0, len(jobs), size):
+            at = slice(start, start + size)
+            task = asyncio.create_task(self._receive(fetching, at, room, deadline), name="fetch")
+            self._fetches.add(task)
+            task.add_done_callback(self._fetches.discard)
+            # Not by the task itself: one that is cancelled before it begins would report nothing.
+            task.add_done_callback(partial(self._received, fetching, at))
+            self._transfer.follow(reservation.rows[at], task)
+
+    def _attach(self, space: Space) -> _Ours:
+        ours = self._ours.get(space.fingerprint)
+        if ours is None:
+            attachment = self._cache.attach(space.namespace, 1, "kvcascade")
+            attachment.sessions = 1  # as long as the daemon lives
+            ours = self._ours[space.fingerprint] = _Ours(attachment, self._cache.join(attachment, 0))
+        return ours
+
+    async def _receive(
+        self, fetching: _Fetching, at: slice, room: asyncio.Semaphore, deadline: float
+    ) -> list[str | None]:
+        """Receives one batch. Its memory is written by nobody any more when this ends, however it ends."""
+        jobs = fetching.jobs[at]
+        async with room:
+            left = deadline - self._clock()
+            if fetching.failed or left <= 0:
+                return ["not begun"] * len(jobs)
+            return await fetching.found.fetch(jobs, left)
+
+    def _received(self, fetching: _Fetching, at: slice, task: "asyncio.Task[list[str | None]]") -> None:
+        """Commits the leading blocks of a batch that are good, and gives up the rest of the prefix."""
+        blocks = np.array(fetching.blocks[at], dtype=np.uint32)
+        fetching.found.link.queued -= sum(len(job.into) for job in fetching.jobs[at])
+        reasons: list[str | None] = ["cancelled"] * len(blocks)
+        if not task.cancelled():
+            error = task.exception()
+            if error is None:
+                reasons = task.result()
+            else:
+                log.error("fetch failed source=%s", fetching.found.name, exc_info=error)
+                reasons = ["failed"] * len(blocks)
+        good = next((number for number, reason in enumerate(reasons) if reason is not None), len(blocks))
+        cache, attachment, lease = self._cache, fetching.attachment, fetching.lease
+        if good:
+            cache.commit(attachment, fetching.writer, lease, blocks[:good])
+        if good < len(blocks):
+            first_failure, fetching.failed = not fetching.failed, True
+            if first_failure:
+                log.warning("prefix cut source=%s reason=%s", fetching.found.name, reasons[good])
+                self.counters["prefixes_cut"] += 1
+            self.counters["fetched_untrue_blocks"] += sum(map(disproves, filter(None, reasons)))
+            # The scheduler's voice first: all behind is given up. Then the writer's: these slots are written no more.
+            cache.abort(attachment, None, lease, blocks[good:])
+            cache.abort(attachment, fetching.writer, lease, blocks[good:])

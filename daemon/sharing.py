@@ -1,0 +1,283 @@
+"""What this node tells the fleet unasked: copies of its blocks in Redis, and word of where they lie.
+
+Nothing here ever makes an engine wait. Blocks that have become ready are queued for Redis, and for the directory; a
+queue that is full drops, and counts it. A block that waits is not held: it is looked up again when its turn comes, and
+is busy only while it is being sent.
+
+The directory names every 16th block and the ends of chains. A block that is evicted here leaves its entry behind:
+entries are hints, and the node that follows one is told exactly what is here.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from contextlib import suppress
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcascade.config.errors import CascadeError
+from kvcascade.config.settings import RedisSettings
+from kvcascade.tiers.block import CRYPTOGRAPHIC, itemsize
+from kvcascade.tiers.redis import RedisTier
+from kvcascade.tiers.remote import BlockName, Send
+
+from .cache import Cache
+from .fleet import Fleet
+from .index import NO_ROW, NO_SLOT, U32, RowState
+from .lease import Reservation
+from .plans import Space
+from .protocol import Tier
+
+log = logging.getLogger("kvcascade.sharing")
+
+QUEUE_BLOCKS = 65536  # that wait for Redis; more are dropped
+SEND_BYTES = 16 << 20  # in one batch
+SEND_BLOCKS = 256  # describing a batch costs the loop some 10 us a block
+STEP = 16  # every so many blocks of a chain one is named in the directory
+RENEW_BLOCKS = 4096  # of one lookup at most
+IDLE_S = 1.0  # how often blocks that are about to be evicted are looked for
+ANNOUNCE_PAUSE_S = 0.01  # between the pieces of what is named after a start
+ANNOUNCE_PIECE = 1024
+
+
+class Sharing:
+    """Sends this node's blocks to Redis and names them in the directory. Use as an async context manager.
+
+    `redis` and `fleet` are None where blocks, or their whereabouts, are not kept there.
+    """
+
+    def __init__(
+        self, settings: RedisSettings, cache: Cache, redis: RedisTier | None, fleet: Fleet | None, *, slack: int
+    ) -> None:
+        """`slack`: bytes of DRAM that are free or clean at least; below it "on-evict" copies the oldest blocks."""
+        self._settings = settings
+        self._cache = cache
+        self._redis = redis
+        self._fleet = fleet
+        self._slack = slack
+        self._born = time.monotonic()
+        # The loop's thread alone changes these. (space, row, key): the row may be another block's by its turn.
+        self._queue: deque[tuple[Space, int, bytes]] = deque()
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._renewals: set[asyncio.Task[None]] = set()
+        self._paused = False
+        self.counters: Counter[str] = Counter()
+
+    async def __aenter__(self) -> Self:
+        self._cache.became_ready = self._became_ready
+        self._cache.was_used = self._was_used
+        if self._redis is not None:
+            self._tasks.append(asyncio.create_task(self._send_queued(), name="share"))
+            if self._settings.write_policy == "on-evict":
+                self._tasks.append(asyncio.create_task(self._watch_dram(), name="share before eviction"))
+        if self._fleet is not None:
+            self._tasks.append(asyncio.create_task(self._announce_recovered(), name="announce"))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._cache.became_ready = lambda reservation, entries: None
+        self._cache.was_used = lambda space, rows: None
+        tasks = [*self._tasks, *self._renewals]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def pause(self, timeout: float) -> bool:
+        """Begins to send nothing any more; whether nothing is under way within `timeout` seconds."""
+        self._paused = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        return self._idle.is_set()
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._paused = False
+        self._work.set()
+
+    async def flush(self) -> None:
+        """Returns when all that waits has been sent or given up; for an orderly end."""
+        if self._redis is not None and self._settings.write_policy == "on-evict":
+            self._enqueue_oldest(QUEUE_BLOCKS)
+        while self._queue and self._redis is not None and self._redis.available:
+            self._work.set()
+            await asyncio.sleep(0.01)
+        await self._idle.wait()
+
+    def status(self) -> dict[str, Any]:
+        return {"waiting": len(self._queue), "counters": dict(self.counters)}
+
+    # ---- what has become ready, and what is used
+
+    def _became_ready(self, reservation: Reservation, entries: npt.NDArray[np.int64]) -> None:
+        space = reservation.space
+        if not len(entries) or space.namespace.hash_algo not in CRYPTOGRAPHIC:
+            return
+        rows = reservation.rows[entries]
+        if self._fleet is not None:
+            depths = reservation.first + entries
+            # The last of the reservation ends its chain for now.
+            named = (depths % STEP == STEP - 1) | (entries == len(reservation.rows) - 1)
+            self._announce(space, rows[named])
+        if self._redis is None:
+            return
+        if reservation.source == Tier.REDIS:
+            self._cache.residency.index.shared_at[rows] = self._now()
+        elif reservation.source is None and self._settings.write_policy == "through":
+            self._enqueue(space, rows)
+
+    def _was_used(self, space: Space, rows: U32) -> None:
+        if self._redis is None or not len(rows) or space.namespace.hash_algo not in CRYPTOGRAPHIC:
+            return
+        index = self._cache.residency.index
+        shared = index.shared_at[rows]
+        if self._settings.write_policy == "on-reuse":
+            self._enqueue(space, rows[(shared == 0) & (index.state[rows] == RowState.READY)])
+        now = self._now()
+        old = rows[(shared != 0) & (now - shared > self._settings.ttl / 4)][:RENEW_BLOCKS]
+        if len(old) and self._redis.available:
+            index.shared_at[old] = now
+            task = asyncio.create_task(self._renew(self._names(space, old)), name="renew")
+            self._renewals.add(task)
+            task.add_done_callback(self._renewals.discard)
+
+    async def _renew(self, names: list[BlockName]) -> None:
+        assert self._redis is not None
+        try:
+            await self._redis.renew(names)
+        except CascadeError as error:
+            log.info("not renewed blocks=%d reason=%s", len(names), error)
+
+    def _now(self) -> int:
+        """Seconds, never 0."""
+        return int(time.monotonic() - self._born) + 1
+
+    def _names(self, space: Space, rows: U32) -> list[BlockName]:
+        keys = self._cache.residency.index.key[rows]
+        return [BlockName(space.fingerprint, space.group, key.tobytes()[: space.width]) for key in keys]
+
+    # ---- the directory
+
+    def _announce(self, space: Space, rows: U32) -> None:
+        assert self._fleet is not None
+        keys = self._cache.residency.index.key[rows]
+        self._fleet.announce(space.fingerprint, space.group, [key.tobytes()[: space.width] for key in keys])
+
+    async def _announce_recovered(self) -> None:
+        """Names what the node held when it started: entries of an earlier boot are void."""
+        index = self._cache.residency.index
+        rows = index.rows()
+        depths = index.depth(rows)
+        named = (depths % STEP == STEP - 1) | (index.children[rows] == 0)
+        rows = rows[named]
+        keys = index.key[rows].copy()
+        for start in range(0, len(rows), ANNOUNCE_PIECE):
+            at = slice(start, start + ANNOUNCE_PIECE)
+            same = (index.key[rows[at]] == keys[at]).all(axis=1) & (index.state[rows[at]] == RowState.READY)
+            there = rows[at][same]
+            for number in np.unique(index.space[there]).tolist():
+                space = self._cache.residency.spaces[number]
+                mine = index.space[there] == number
+                if space.namespace.hash_algo in CRYPTOGRAPHIC:
+                    self._announce(space, there[mine])
+            await asyncio.sleep(ANNOUNCE_PAUSE_S)
+
+    # ---- to Redis
+
+    def _enqueue(self, space: Space, rows: U32) -> None:
+        index = self._cache.residency.index
+        rows = rows[index.shared_at[rows] == 0]
+        room = QUEUE_BLOCKS - len(self._queue)
+        if len(rows) > room or not self._redis_takes():
+            self.counters["share_dropped_blocks"] += len(rows) - (room if self._redis_takes() else 0)
+            rows = rows[: room if self._redis_takes() else 0]
+        index.shared_at[rows] = self._now()
+        keys = index.key[rows]
+        self._queue.extend((space, row, key.tobytes()) for row, key in zip(rows.tolist(), keys, strict=True))
+        self._work.set()
+
+    def _redis_takes(self) -> bool:
+        return self._redis is not None and self._redis.available
+
+    async def _send_queued(self) -> None:
+        assert self._redis is not None
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            while self._queue and not self._paused:
+                self._idle.clear()
+                try:
+                    await self._send_batch(self._redis)
+                except Exception:
+                    log.exception("sharing failed")
+                finally:
+                    self._idle.set()
+
+    async def _send_batch(self, redis: RedisTier) -> None:
+        residency = self._cache.residency
+        index = residency.index
+        rows: list[int] = []
+        jobs: list[Send] = []
+        size = 0
+        while self._queue and size < SEND_BYTES and len(jobs) < SEND_BLOCKS:
+            space, row, key = self._queue.popleft()
+            there = index.state[row] == RowState.READY and index.space[row] == space.number
+            if not there or index.key[row].tobytes() != key:
+                continue  # it is gone, and its row another block's
+            if index.dram[row] == NO_SLOT:
+                index.shared_at[row] = 0
+                self.counters["share_dropped_blocks"] += 1
+                continue
+            parent = int(index.parent[row])
+            jobs.append(
+                Send(
+                    BlockName(space.fingerprint, space.group, key[: space.width]),
+                    b"" if parent == NO_ROW else index.key[parent].tobytes()[: space.width],
+                    residency.dram.view(int(index.dram[row]), space.block_bytes).data,
+                    itemsize(space.namespace.kv_dtype),
+                )
+            )
+            rows.append(row)
+            size += space.block_bytes
+        if not jobs:
+            return
+        held = np.array(rows, dtype=np.uint32)
+        # One by one: a block may stand in the queue twice.
+        np.add.at(index.busy, held, np.uint8(1))
+        reasons: list[str | None] = ["cancelled"] * len(jobs)
+        try:
+            reasons = await redis.store(jobs, self._settings.deadline)
+        finally:
+            np.subtract.at(index.busy, held, np.uint8(1))
+            failed = held[[reason is not None for reason in reasons]]
+            index.shared_at[failed] = 0
+            self.counters["shared_blocks"] += len(held) - len(failed)
+            self.counters["share_dropped_blocks"] += len(failed)
+            residency.free_doomed(np.unique(held))
+            residency.wake()
+
+    async def _watch_dram(self) -> None:
+        """Copies the oldest blocks in DRAM to Redis before they have to go."""
+        while True:
+            await asyncio.sleep(IDLE_S)
+            pool = self._cache.residency.dram.pool
+            used = sum((counts.total - counts.free) * size for size, counts in pool.counts().items())
+            if not self._paused and pool.capacity - used < self._slack:
+                self._enqueue_oldest(SEND_BLOCKS)
+
+    def _enqueue_oldest(self, count: int) -> None:
+        index, high = self._cache.residency.index, self._cache.residency.index.high
+        alone = (index.dram[:high] != NO_SLOT) & (index.state[:high] == RowState.READY) & (index.shared_at[:high] == 0)
+        rows = np.flatnonzero(alone).astype(np.uint32)
+        rows = rows[np.argsort(index.stamp[rows])[:count]]
+        for number in np.unique(index.space[rows]).tolist():
+            space = self._cache.residency.spaces[number]
+            if space.namespace.hash_algo in CRYPTOGRAPHIC:
+                self._enqueue(space, rows[index.space[rows] == number])

@@ -1,0 +1,107 @@
+"""The two kinds of places that a prefix may come from: Redis, and the nodes that the fleet's directory names."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from kvcascade.config.settings import Endpoint
+from kvcascade.tiers.redis import RedisTier
+from kvcascade.tiers.remote import BlockName, Fetch
+
+from .cost import Link
+from .fleet import Fleet
+from .granting import Ticket
+from .peers import Peers
+from .plans import Space
+from .protocol import Tier
+from .remote import Found
+
+log = logging.getLogger("kvcascade.sources")
+
+CANDIDATES = 2  # nodes that are asked exactly, of those that the directory names
+LINKS = 1024  # nodes whose speed is remembered
+
+
+class RedisSource:
+    """Blocks whose payloads lie in Redis."""
+
+    tier = Tier.REDIS
+
+    def __init__(self, redis: RedisTier) -> None:
+        self._redis = redis
+        self.link = Link()
+
+    async def find(self, space: Space, hashes: bytes, ticket: bytes, timeout: float) -> list[Found]:
+        """How many leading blocks Redis has. TierUnavailable while it is away."""
+        width = space.width
+        names = [
+            BlockName(space.fingerprint, space.group, hashes[start : start + width])
+            for start in range(0, len(hashes), width)
+        ]
+        count = await self._redis.present(names, timeout)
+        return [Found("redis", self.tier, count, self.link, self._fetch)] if count else []
+
+    async def _fetch(self, jobs: Sequence[Fetch], timeout: float) -> list[str | None]:
+        return await self._redis.fetch(jobs, timeout, observe=self.link.observe)
+
+
+class PeerSource:
+    """Blocks in the DRAM and on the disks of other nodes."""
+
+    tier = Tier.PEER
+
+    def __init__(self, peers: Peers, fleet: Fleet | None) -> None:
+        self._peers = peers
+        self._fleet = fleet
+        self.links: dict[bytes, Link] = {}
+
+    async def find(self, space: Space, hashes: bytes, ticket: bytes, timeout: float) -> list[Found]:
+        """What the nodes have that the directory or a ticket names, by their own word.
+
+        CascadeError when the directory cannot be read, or when none of the nodes answers.
+        """
+        if ticket:
+            named = Ticket.unpack(ticket)
+            wait = timeout / 2  # for blocks that are still being stored there; as much is left to fetch them
+            return [await self._ask(named.node, named.endpoint, named.boot, space, hashes, wait, timeout)]
+        if self._fleet is None:
+            return []
+        holders = await self._fleet.find(space.fingerprint, space.group, hashes, space.width, timeout)
+        asked = [
+            asyncio.create_task(
+                self._ask(one.name, one.address, one.boot, space, hashes[: count * space.width], 0.0, timeout)
+            )
+            for one, count in holders[:CANDIDATES]
+            if one.address is not None
+        ]
+        if not asked:
+            return []
+        try:
+            await asyncio.wait(asked)
+        finally:
+            for task in asked:
+                task.cancel()
+        answers = [task.result() for task in asked if task.exception() is None]
+        if not answers:
+            error = asked[0].exception()
+            assert error is not None
+            raise error
+        return [one for one in answers if one.blocks]
+
+    async def _ask(
+        self, name: str, endpoint: Endpoint, boot: bytes, space: Space, hashes: bytes, wait: float, timeout: float
+    ) -> Found:
+        told = await self._peers.ask(endpoint, boot, space.fingerprint, space.group, hashes, wait=wait, timeout=timeout)
+        count = min(told, len(hashes) // space.width)
+        link = self.links.get(boot)
+        if link is None:
+            if len(self.links) >= LINKS:
+                self.links.pop(next(iter(self.links)))
+            link = self.links[boot] = Link()
+        return Found(f"node {name}", self.tier, count, link, partial(self._fetch, endpoint, boot, link))
+
+    async def _fetch(
+        self, endpoint: Endpoint, boot: bytes, link: Link, jobs: Sequence[Fetch], timeout: float
+    ) -> list[str | None]:
+        return await self._peers.fetch(endpoint, boot, jobs, timeout, observe=link.observe)

@@ -1,0 +1,291 @@
+"""Two nodes share prefixes: real daemons, a real Redis, engines in processes of their own, a pattern in every byte."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines.redis_server import RedisServer, serve
+from engines.scripted import Engine, eventually, prompt
+
+from kvcascade.daemon.protocol import Tier
+
+Start = Callable[..., Any]
+BLOCKS = 40
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with serve() as one:
+        yield one
+
+
+def node(start_daemon: Start, redis: RedisServer | None, name: str, **flags: str) -> Any:
+    where = {} if redis is None else {"redis_url": redis.url, "redis_deadline": "1s"}
+    flags = {"daemon_seed": "0", "cluster_fetch": "always", **where, **flags}
+    return start_daemon(cluster_node=name, peers_listen="127.0.0.1:0", **flags)
+
+
+def fetch(engine: Engine, tokens: list[int], request: str = "r", **options: Any) -> dict[str, Any]:
+    """What an engine does that waits for other nodes: look up, load, copy, prove."""
+    found: dict[str, Any] = engine.lookup(tokens, request, wait_ms=3000, **options)
+    assert not found["asking"]
+    loaded = foreign = 0
+    if found["lease"]:
+        loaded = engine.load(found["lease"], found["matched"], 4000)
+        judged = engine.read(tokens)
+        loaded, foreign = len(judged["intact"]), len(judged["foreign"])
+        engine.release(found["lease"])
+    assert foreign == 0
+    return {"matched": found["matched"], "loaded": loaded, "tiers": [Tier(tier).name for tier in found["tiers"]]}
+
+
+def stored(daemon: Any, engine: Engine, tokens: list[int], *, where: str) -> None:
+    """Stores a prompt, and returns when other nodes can know."""
+    before = daemon.status()["cluster"]
+    engine.store(tokens)
+
+    def known() -> bool:
+        now = daemon.status()["cluster"]
+        shared = now["sharing"]["counters"].get("shared_blocks", 0) - before["sharing"]["counters"].get(
+            "shared_blocks", 0
+        )
+        named = now["fleet"]["counters"].get("entries_written", 0) if now["fleet"] else 0
+        return shared >= len(tokens) // 16 if where == "redis" else named > 0
+
+    eventually(known)
+
+
+def test_a_prefix_in_redis_is_fetched_by_another_node(
+    start_daemon: Start, start_engine: Start, redis: RedisServer
+) -> None:
+    a = node(start_daemon, redis, "a", redis_store="payload")
+    b = node(start_daemon, redis, "b", redis_store="payload")
+    tokens = prompt("one", BLOCKS)
+    writer, reader = start_engine(a), start_engine(b)
+    assert fetch(reader, tokens)["matched"] == 0
+    stored(a, writer, tokens, where="redis")
+    time.sleep(1.1)  # what was absent is remembered that long
+    assert fetch(reader, tokens) == {"matched": BLOCKS, "loaded": BLOCKS, "tiers": ["REDIS"] * BLOCKS}
+    assert fetch(reader, tokens, "again")["tiers"] == ["DRAM"] * BLOCKS
+    hits = b.status()["hits"]["tokens"]
+    assert (hits["redis"], hits["dram"], hits["miss"]) == (BLOCKS * 16, BLOCKS * 16, BLOCKS * 16)
+    # With its first node dead, the prefix lives on.
+    a.kill()
+    c = node(start_daemon, redis, "c", redis_store="payload")
+    assert fetch(start_engine(c), tokens)["loaded"] == BLOCKS
+
+
+def test_a_prefix_on_another_node_is_fetched_from_there(
+    start_daemon: Start, start_engine: Start, redis: RedisServer
+) -> None:
+    a = node(start_daemon, redis, "a", redis_store="directory")
+    b = node(start_daemon, redis, "b", redis_store="directory")
+    tokens = prompt("one", BLOCKS)
+    writer, reader = start_engine(a), start_engine(b)
+    stored(a, writer, tokens, where="directory")
+    assert fetch(reader, tokens) == {"matched": BLOCKS, "loaded": BLOCKS, "tiers": ["PEER"] * BLOCKS}
+    (peer,) = b.status()["cluster"]["peers"]
+    assert (peer["name"], peer["state"], peer["fetched_blocks"]) == ("a", "ok", BLOCKS)
+    assert a.status()["cluster"]["server"]["counters"]["served_blocks"] == BLOCKS
+    assert redis.client().dbsize() < BLOCKS
+
+
+def test_a_prefix_on_another_nodes_disk_is_fetched_from_there(
+    start_daemon: Start, start_engine: Start, redis: RedisServer
+) -> None:
+    """And after its restart: what it holds is named anew under its new incarnation."""
+    a = node(start_daemon, redis, "a", redis_store="directory")
+    tokens = prompt("one", BLOCKS)
+    stored(a, start_engine(a), tokens, where="directory")
+    a.restart()
+    assert {tier["name"]: tier["blocks"] for tier in a.status()["tiers"]} == {"dram": 0, "disk": BLOCKS}
+    eventually(lambda: a.status()["cluster"]["fleet"]["counters"].get("entries_written", 0))
+    b = node(start_daemon, redis, "b", redis_store="directory")
+    assert fetch(start_engine(b), tokens)["loaded"] == BLOCKS
+
+
+def test_part_of_a_prefix_is_here_and_the_rest_elsewhere(
+    start_daemon: Start, start_engine: Start, redis: RedisServer
+) -> None:
+    a = node(start_daemon, redis, "a", redis_store="directory")
+    b = node(start_daemon, redis, "b", redis_store="directory")
+    tokens = prompt("one", BLOCKS)
+    writer, reader = start_engine(a), start_engine(b)
+    reader.store(tokens[: 10 * 16])
+    stored(a, writer, tokens, where="directory")
+    found = fetch(reader, tokens)
+    assert found["loaded"] == BLOCKS
+    assert found["tiers"] == ["DRAM"] * 10 + ["PEER"] * (BLOCKS - 10)
+
+
+def test_a_node_that_dies_costs_a_miss_and_no_more(
+    start_daemon: Start, start_engine: Start, redis: RedisServer
+) -> None:
+    a = node(start_daemon, redis, "a", redis_store="directory")
+    b = node(start_daemon, redis, "b", redis_store="directory", peers_deadline="1s")
+    tokens, other = prompt("one", BLOCKS), prompt("two", BLOCKS)
+    writer, reader = start_engine(a), start_engine(b)
+    stored(a, writer, tokens, where="directory")
+    a.process.send_signal(signal.SIGSTOP)
+    assert fetch(reader, tokens)["loaded"] == 0
+    a.process.send_signal(signal.SIGCONT)
+    a.kill()
+    assert fetch(reader, tokens, "again")["loaded"] == 0
+    reader.store(other)
+    assert fetch(reader, other)["loaded"] == BLOCKS
+
+
+def test_redis_that_dies_costs_misses_and_no_more(start_daemon: Start, start_engine: Start, redis: RedisServer) -> None:
+    b = node(start_daemon, redis, "b")
+    reader = start_engine(b)
+    redis.stop()
+    tokens = prompt("one", BLOCKS)
+    assert fetch(reader, tokens)["matched"] == 0
+    reader.store(tokens)
+    assert fetch(reader, tokens)["loaded"] == BLOCKS
+    redis.resume()
+    redis.kill()
+    eventually(lambda: any("redis is left alone" in problem for problem in b.status()["problems"]))
+    assert fetch(reader, prompt("two", 4))["matched"] == 0
+    redis.start()
+    eventually(lambda: not b.status()["problems"], 40)
+
+
+def test_without_waiting_a_lookup_says_that_it_asks(
+    start_daemon: Start, start_engine: Start, redis: RedisServer
+) -> None:
+    """The scheduler's way: ask, go on, ask again; one lease, and the answer is final once."""
+    a = node(start_daemon, redis, "a")
+    b = node(start_daemon, redis, "b")
+    tokens = prompt("one", BLOCKS)
+    stored(a, start_engine(a), tokens, where="redis")
+    reader = start_engine(b)
+    first = reader.lookup(tokens, "r")
+    assert first["asking"] and first["matched"] == 0
+    found = eventually(lambda: None if (again := reader.lookup(tokens, "r"))["asking"] else again)
+    assert found["matched"] == BLOCKS
+    assert reader.load(found["lease"], BLOCKS, 4000) == BLOCKS
+    reader.release(found["lease"])
+    assert b.status()["hits"]["tokens"]["miss"] == 0
+    assert b.status()["leases"]["pins"] == 0
+
+
+def test_many_engines_that_want_a_prefix_fetch_it_once(
+    start_daemon: Start, start_engine: Start, redis: RedisServer
+) -> None:
+    a = node(start_daemon, redis, "a")
+    b = node(start_daemon, redis, "b")
+    tokens = prompt("one", BLOCKS)
+    stored(a, start_engine(a), tokens, where="redis")
+    readers = [start_engine(b) for _ in range(3)]
+    for reader in readers:
+        reader.begin("lookup", tokens, "r", wait_ms=3000)
+    leases = [reader.result() for reader in readers]
+    assert [one["matched"] for one in leases] == [BLOCKS] * 3
+    for reader, one in zip(readers, leases, strict=True):
+        assert reader.load(one["lease"], BLOCKS, 4000) == BLOCKS
+        assert reader.read(tokens)["foreign"] == []
+        reader.release(one["lease"])
+    counters = b.status()["counters"]
+    assert counters["fetched_blocks"] == BLOCKS
+
+
+def test_a_hand_off_is_fetched_while_it_is_still_being_stored(start_daemon: Start, start_engine: Start) -> None:
+    """Prefill here, decode there; no Redis at all."""
+    a, b = node(start_daemon, None, "a"), node(start_daemon, None, "b")
+    tokens = prompt("one", BLOCKS)
+    writer, reader = start_engine(a), start_engine(b)
+    writer.reserve(tokens)
+    ticket = writer.hand_off(tokens)
+    assert a.status()["cluster"]["handoffs"] == {"handoffs": 1, "handoff_blocks": BLOCKS}
+    reader.begin("lookup", tokens, "r", wait_ms=4000, ticket=ticket)
+    time.sleep(0.3)
+    writer.write()
+    writer.commit()
+    found = reader.result()
+    assert found["matched"] == BLOCKS
+    assert reader.load(found["lease"], BLOCKS, 4000) == BLOCKS
+    assert reader.read(tokens)["foreign"] == []
+    reader.release(found["lease"])
+    eventually(lambda: a.status()["cluster"]["handoffs"]["handoffs"] == 0)
+    assert a.status()["leases"]["pins"] == 0
+
+
+def test_a_hand_off_ends_by_its_deadline(start_daemon: Start, start_engine: Start) -> None:
+    a = node(start_daemon, None, "a")
+    writer = start_engine(a)
+    writer.store(prompt("one", 4))
+    writer.hand_off(prompt("one", 4), keep_ms=300)
+    assert a.status()["leases"]["pins"] == 4
+    eventually(lambda: a.status()["leases"]["pins"] == 0)
+
+
+def test_nodes_of_another_seed_share_nothing_and_say_so_on_both_sides(
+    start_daemon: Start, start_engine: Start, redis: RedisServer
+) -> None:
+    """Fault B1."""
+    a = node(start_daemon, redis, "a", daemon_seed="0")
+    b = node(start_daemon, redis, "b", daemon_seed="42")
+    for one in (a, b):
+        (problem,) = eventually(lambda one=one: one.status()["problems"], 70)
+        assert "seed" in problem and "a (kvcascade" in problem and "b (kvcascade" in problem
+
+
+def test_a_secret_keeps_strangers_out(
+    start_daemon: Start, start_engine: Start, redis: RedisServer, tmp_path: Path
+) -> None:
+    secret, other = tmp_path / "secret", tmp_path / "other"
+    for path, text in ((secret, "a secret of the fleet"), (other, "another secret, as long")):
+        path.write_text(text)
+        path.chmod(0o600)
+    a = node(start_daemon, redis, "a", cluster_secret_file=str(secret))
+    b = node(start_daemon, redis, "b", cluster_secret_file=str(secret))
+    c = node(start_daemon, redis, "c", cluster_secret_file=str(other))
+    tokens = prompt("one", BLOCKS)
+    writer = start_engine(a)
+    stored(a, writer, tokens, where="redis")
+    assert fetch(start_engine(b), tokens)["loaded"] == BLOCKS
+    stranger = start_engine(c)
+    assert fetch(stranger, tokens)["matched"] == 0
+    ticket = writer.hand_off(tokens)
+    assert fetch(stranger, tokens, "again", ticket=ticket)["loaded"] == 0
+
+
+def test_recomputing_that_is_quicker_is_left_to_the_engine(
+    start_daemon: Start, start_engine: Start, redis: RedisServer
+) -> None:
+    a = node(start_daemon, redis, "a")
+    b = start_daemon(cluster_node="b", redis_url=redis.url)
+    tokens = prompt("one", BLOCKS)
+    stored(a, start_engine(a), tokens, where="redis")
+    reader = start_engine(b)
+    reader.attach()
+    reader.computed(10**9, 1.0)
+    assert fetch(reader, tokens)["matched"] == 0
+    (told,) = b.call("explain", hashes=b"".join(reader.hashes(tokens)))["namespaces"]
+    assert "recomputing is quicker" in told["why"]
+    for _ in range(60):
+        reader.computed(1, 1.0)
+    time.sleep(1.1)
+    assert fetch(reader, tokens, "again")["loaded"] == BLOCKS
+
+
+def test_an_address_that_all_could_use_needs_one_to_be_named(start_daemon: Start) -> None:
+    with pytest.raises(AssertionError, match=r"peers\.advertise"):
+        start_daemon(peers_listen="0.0.0.0:0")
+
+
+def test_a_takeover_goes_on_sharing(start_daemon: Start, start_engine: Start, redis: RedisServer) -> None:
+    a = node(start_daemon, redis, "a", redis_store="directory")
+    b = node(start_daemon, redis, "b", redis_store="directory")
+    tokens = prompt("one", BLOCKS)
+    stored(a, start_engine(a), tokens, where="directory")
+    old = a.process
+    a.start_takeover()
+    assert old.wait(20) == 0
+    eventually(lambda: a.status()["cluster"]["fleet"]["counters"].get("entries_written", 0))
+    assert a.status()["problems"] == []
+    assert fetch(start_engine(b), tokens)["loaded"] == BLOCKS
