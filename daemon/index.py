@@ -116,6 +116,7 @@ class Index:
         self.space: U32 = np.zeros(capacity, dtype=np.uint32)
         self.parent: U32 = np.zeros(capacity, dtype=np.uint32)
         self.children: U32 = np.zeros(capacity, dtype=np.uint32)
+        self.below: U32 = np.zeros(capacity, dtype=np.uint32)  # children that lie on disk
         self.pins: U32 = np.zeros(capacity, dtype=np.uint32)
         self.busy: npt.NDArray[np.uint8] = np.zeros(capacity, dtype=np.uint8)  # IO in flight that reads or fills a copy
         self.state: npt.NDArray[np.uint8] = np.zeros(capacity, dtype=np.uint8)
@@ -140,7 +141,7 @@ class Index:
         self._mask = np.uint64(len(self._table) - 1)
 
     _COLUMNS = (
-        "key", "space", "parent", "children", "pins", "busy", "state", "stamp",
+        "key", "space", "parent", "children", "below", "pins", "busy", "state", "stamp",
         "hbm", "dram", "disk", "size_class", "reused", "shared_at", "token_slot", "_free", "_place",
     )  # fmt: skip
 
@@ -290,6 +291,8 @@ class Index:
         self._unlink(live)
         parents = self.parent[live]
         np.subtract.at(self.children, parents[parents != NO_ROW], np.uint32(1))
+        parents = parents[self.disk[live] != NO_SLOT]
+        np.subtract.at(self.below, parents[parents != NO_ROW], np.uint32(1))
         # A doomed row's descendants are doomed or gone with it: nothing below may follow its parent link any more.
         self.parent[live] = NO_ROW
         self.count -= len(live)
@@ -308,12 +311,25 @@ class Index:
         self.dram[rows] = NO_SLOT
         self.disk[rows] = NO_SLOT
         self.children[rows] = 0
+        self.below[rows] = 0
         self.reused[rows] = 0
         self.shared_at[rows] = 0
         self.state[rows] = RowState.FREE
         self.doomed -= len(rows)
         self._free[self._free_count : self._free_count + len(rows)] = rows
         self._free_count += len(rows)
+
+    def put_on_disk(self, rows: U32, slots: U32) -> None:
+        """These rows, live and not on disk, have copies in slots there."""
+        self.disk[rows] = slots
+        parents = self.parent[rows]
+        np.add.at(self.below, parents[parents != NO_ROW], np.uint32(1))
+
+    def take_off_disk(self, rows: U32) -> None:
+        """These rows have no copies on disk any more."""
+        self.disk[rows] = NO_SLOT
+        parents = self.parent[rows]
+        np.subtract.at(self.below, parents[parents != NO_ROW], np.uint32(1))
 
     def with_descendants(self, rows: U32) -> U32:
         """`rows` and every row below them, by pointer doubling over all rows: for faults, not for the daily path."""
@@ -351,8 +367,12 @@ class Index:
             row = int(self.parent[row])
         self.touch(np.concatenate([np.array(above[::-1], dtype=np.uint32), rows]))
 
-    def childless_in_order(self, rows: U32) -> Mask:
-        """Which of `rows` (distinct) may go together and leave no child behind: all their children go with them."""
+    def childless_in_order(self, rows: U32, children: U32 | None = None) -> Mask:
+        """Which of `rows` (distinct) may go together and leave no child behind: all their children go with them.
+
+        `children`: the column that counts those that matter; all, unless given.
+        """
+        children = self.children if children is None else children
         count = len(rows)
         # Each row's parent as its place among `rows` plus one, 0 for a parent that is not one of them.
         self._place[rows] = np.arange(1, count + 1, dtype=np.uint32)
@@ -362,7 +382,7 @@ class Index:
         above[1:][have] = self._place[parents[have]]
         self._place[rows] = 0
         stays = np.zeros(count + 1, dtype=np.bool_)
-        stays[1:] = self.children[rows] != np.bincount(above[1:], minlength=count + 1)[1:]
+        stays[1:] = children[rows] != np.bincount(above[1:], minlength=count + 1)[1:]
         # What stays holds all above it, by pointer doubling: a chain of thousands takes a dozen rounds.
         while above.any():
             stays[above[stays]] = True
@@ -502,6 +522,10 @@ class Index:
         off = live[children[live] != self.children[live]]
         if len(off):
             wrong.append(f"index: {len(off)} rows count their children wrongly")
+        below = np.zeros(max(self._high, 1), dtype=np.uint32)
+        np.add.at(below, up[self.disk[live[have]] != NO_SLOT], np.uint32(1))
+        if (below[live] != self.below[live]).any():
+            wrong.append("index: rows count their children on disk wrongly")
         doomed = np.flatnonzero(self.state[: self._high] == RowState.DOOMED)
         if len(doomed) != self.doomed:
             wrong.append(f"index: {self.doomed} doomed rows counted, {len(doomed)} found")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvcascade.tiers.block import KVGroup
 from kvcascade.tiers.namespace import Namespace
 
-from .index import U8, U32, U64, Mask
+from .index import NO_ROW, U8, U32, U64, Mask
 from .protocol import Tier
 
 
@@ -39,13 +39,23 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Demotion:
-    """Copy `rows` down: from HBM to DRAM pages, or from DRAM to disk slots."""
+    """Copy `rows` down: from HBM to DRAM pages, or from DRAM to disk slots.
+
+    `above`: for each row the block above it, on disk already, that must not leave before it arrives; else NO_ROW.
+    """
 
     source: Tier
     size_class: int
     rows: U32
     pages: U32  # where the bytes are: HBM or DRAM
     targets: U32  # where they go: DRAM pages or disk slots
+    above: U32
+
+    @property
+    def held(self) -> U32:
+        """The rows in `above`: busy like the plan's own."""
+        held: U32 = self.above[self.above != NO_ROW]
+        return held
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,9 @@ The rules that hold throughout, proved by `check()`:
 
 - A slot is handed on only after its generation has grown, so that a late reader notices.
 - A block leaves its last local tier only when it has no resident child.
+- What the disk holds is as good as prefix-closed, so that a daemon that is killed leaves whole prefixes: a block is
+  written after those above it or in one batch with them, and leaves the disk before they do. (Exceptions, few: what is
+  above lies in HBM alone, or on a drive that must give space back while another drive holds what is below.)
 - A clean block (one with a copy on disk) leaves DRAM at once; a dirty one is copied down first, and is forgotten only
   when the cleaner fell behind, oldest leaves first. Disk keeps its copy of what comes back up.
 """
@@ -37,7 +40,6 @@ from .sizeclass import NEVER, SizeClass
 
 DEMOTION_BATCH_BYTES = 32 << 20
 DEMOTION_BATCH_BLOCKS = 128  # describing a batch costs the loop some 8 us a block
-NEIGHBOURS = 4096  # remembered at most: chains whose blocks are on their way to disk, batch by batch
 MAX_SIZE_CLASSES = 255  # a u8 column
 
 
@@ -65,8 +67,7 @@ class Residency:
         self.give_up: Callable[[U32], None] = lambda rows: None
         self._space_of: dict[tuple[bytes, int], Space] = {}
         self._classes: list[SizeClass] = []  # by number
-        # Row → a disk slot near which its copy is best put: that of the block above or below it. Hints, maybe outdated.
-        self._neighbour: dict[int, int] = {}
+        self._descending: dict[int, int] = {}  # rows that are being written to disk → their slots there
         self.wants_cleaning = False  # what the last plan_demotion saw: too little is free or clean
         self._promoting: set[int] = set()  # rows being read from disk
         self._promoting_bytes = 0
@@ -286,7 +287,7 @@ class Residency:
     def _plan_class_demotion(self, size_class: SizeClass, everything: bool) -> Demotion | None:
         pool, slot_bytes = self.dram.pool, size_class.slot_bytes
         batch = min(max(1, self._batch_bytes // slot_bytes), DEMOTION_BATCH_BLOCKS)
-        rows = size_class.take_fresh(batch)
+        rows = fresh = size_class.take_fresh(batch)
         short, size_class.short = size_class.short, False
         if not len(rows) and not everything and not short:
             target = 2 * self._settings.dram.low_watermark.of(pool.capacity)
@@ -299,12 +300,70 @@ class Residency:
         if not len(rows):
             return None
         index = self.index
-        index.busy[rows] += np.uint8(1)
-        going, slots = self._disk_room(slot_bytes, rows)
-        index.busy[np.setdiff1d(rows, going)] -= np.uint8(1)
+        wanted = self._with_those_above(rows, batch)
+        if len(wanted) == batch:
+            # Others wait below a block that is being stored or moved: the watermark finds them again.
+            left = np.setdiff1d(rows, wanted)
+            if len(fresh):
+                size_class.write_through(left)
+            elif not everything:
+                size_class.demotable.add(left)
+        held = np.concatenate([wanted, self._above_on_disk(wanted)])
+        held = held[held != NO_ROW]
+        index.busy[held] += np.uint8(1)
+        going, slots = self._disk_room(slot_bytes, wanted)
+        index.busy[held] -= np.uint8(1)
         if not len(going):
             return None
-        return Demotion(Tier.DRAM, size_class.number, going, index.dram[going], slots)
+        plan = Demotion(Tier.DRAM, size_class.number, going, index.dram[going], slots, above=self._above_on_disk(going))
+        index.busy[going] += np.uint8(1)
+        index.busy[plan.held] += np.uint8(1)
+        self._descending.update(zip(going.tolist(), slots.tolist(), strict=True))
+        return plan
+
+    def _lacks_above(self, rows: U32) -> Mask:
+        """Below which rows' parents the disk has a hole that it could do without."""
+        index = self.index
+        above = index.parent[rows]
+        lacks: Mask = above != NO_ROW
+        there = above[lacks]
+        lacks[lacks] = (index.disk[there] == NO_SLOT) & (index.dram[there] != NO_SLOT)
+        return lacks
+
+    def _above_on_disk(self, rows: U32) -> U32:
+        """For each row the block above it that lies on disk, for each such block once; else NO_ROW."""
+        index = self.index
+        above = index.parent[rows]
+        there = np.flatnonzero(above != NO_ROW)
+        there = there[index.disk[above[there]] != NO_SLOT]
+        named, first = np.unique(above[there], return_index=True)
+        result = np.full(len(rows), NO_ROW, dtype=np.uint32)
+        result[there[first]] = named
+        return result
+
+    def _with_those_above(self, rows: U32, most: int) -> U32:
+        """Up to `most` blocks: `rows`, each after the dirty blocks above it, as far as they reach.
+
+        A row below a block that is being stored or moved is left out: it has to wait.
+        """
+        index = self.index
+        parent, state, busy, dram, disk = (
+            c.item for c in (index.parent, index.state, index.busy, index.dram, index.disk)
+        )
+        chosen: dict[int, None] = {}
+        for row in rows.tolist():
+            path: list[int] = []
+            while row != NO_ROW and row not in chosen and row not in self._descending and disk(row) == NO_SLOT:
+                if state(row) != RowState.READY or busy(row):
+                    path.clear()
+                    break
+                if dram(row) != NO_SLOT:
+                    path.append(row)
+                row = parent(row)
+            chosen.update(dict.fromkeys(path[::-1][: most - len(chosen)]))
+            if len(chosen) == most:
+                break
+        return np.fromiter(chosen, dtype=np.uint32, count=len(chosen))
 
     def stored(self, rows: U32, size_class: int) -> None:
         """These rows have become ready, or came down from HBM: they lie in memory alone."""
@@ -320,37 +379,52 @@ class Residency:
         """The newest of `rows` that find room on disk, heads first, and their slots: free ones, then older blocks'."""
         assert self.disk is not None
         rows = rows[np.argsort(self.index.stamp[rows])[::-1]]
-        slots = self._place(length, rows)
-        short = rows[len(slots) :]
+        placed: dict[int, int] = {}
+        short = self._place(length, rows, placed)
         if len(short):
             self._evict_disk(slot_size(length), self.index.stamp[short])
-            slots = np.concatenate([slots, self._place(length, short)])
-        return rows[: len(slots)], slots
+            self._place(length, short, placed)
+        going, slots = (np.fromiter(part, dtype=np.uint32, count=len(placed)) for part in (placed, placed.values()))
+        return going, slots
 
-    def _place(self, length: int, rows: U32) -> U32:
-        """Disk slots for the leading `rows`, heads before tails: each chain on the drive where the rest of it lies."""
+    def _place(self, length: int, rows: U32, placed: dict[int, int]) -> U32:
+        """Disk slots for `rows`, heads before tails, into `placed`: each chain on the drive where the rest of it lies.
+
+        Returns those that find no room. A block that would lie on another drive than one above it, which is not
+        durable yet, is left out: drives do not wait for one another.
+        """
         disk, index = self.disk, self.index
         assert disk is not None
         if len(disk) == 1 or not len(rows):
-            return disk.allocate(length, len(rows))
+            slots = disk.allocate(length, len(rows))
+            placed.update(zip(rows.tolist(), slots.tolist(), strict=False))
+            return rows[len(slots) :]
         parents = index.parent[rows]
         starts = np.flatnonzero(np.append(True, parents[1:] != rows[:-1])).tolist()
-        placed = []
+        left_out: set[int] = set()
         for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
-            head, tail, above = int(rows[start]), int(rows[end - 1]), int(parents[start])
-            near = self._neighbour.pop(tail, NOWHERE)
+            above, part = int(parents[start]), rows[start:end].tolist()
+            if above in left_out:
+                left_out.update(part)
+                continue
+            durable = above == NO_ROW or index.disk[above] != NO_SLOT
+            slot = NOWHERE if above == NO_ROW else int(index.disk[above])
+            if not durable:
+                slot = placed.get(above, self._descending.get(above, NOWHERE))
             # Where chains fork a new one begins: else all that share a first block would crowd on its drive.
-            if above != NO_ROW and index.children[above] == 1:
-                near = int(index.disk[above]) if index.disk[above] != NO_SLOT else self._neighbour.pop(head, near)
+            near = slot if above != NO_ROW and index.children[above] == 1 else NOWHERE
             slots = disk.allocate(length, end - start, near)
-            placed.append(slots)
-            if len(slots) < end - start:
-                break
-            if len(self._neighbour) > NEIGHBOURS:
-                self._neighbour.clear()
-            if above != NO_ROW and index.children[above] == 1:
-                self._neighbour[above] = int(slots[0])
-        return np.concatenate(placed)
+            if not len(slots):
+                return rows[start:]
+            drives = disk.drives_of(slots)
+            here = drives[0] if durable or slot == NOWHERE else disk.drives_of(np.array([slot], dtype=np.uint32))[0]
+            fits = len(slots) if (drives == here).all() else int((drives != here).argmax())
+            disk.free(slots[fits:])
+            placed.update(zip(part, slots[:fits].tolist(), strict=False))
+            if len(slots) < end - start and fits == len(slots):
+                return rows[start + fits :]
+            left_out.update(part[fits:])
+        return rows[:0]
 
     def _evict_disk(self, size: int, stamps: U64) -> None:
         """Makes room on disk for blocks of `size` bytes with these stamps, newest first, as far as blocks may go.
@@ -380,12 +454,13 @@ class Residency:
         for drive, excess in disk.excess().items():
             for size_class in self._classes:
                 each = slot_size(size_class.slot_bytes)
-                victims = size_class.take_on_disk(-(-excess // each), partial(disk.lie_on, drive))
-                self._drop_disk(victims)
-                self.counters["disk_trimmed_blocks"] += len(victims)
-                excess -= len(victims) * each
-                if excess <= 0:
-                    break
+                for whole in (True, False):
+                    if excess > 0:
+                        wanted = -(-excess // each)
+                        victims = size_class.take_on_disk(wanted, partial(disk.lie_on, drive), whole=whole)
+                        self._drop_disk(victims)
+                        self.counters["disk_trimmed_blocks"] += len(victims)
+                        excess -= len(victims) * each
 
     def _drop_disk(self, rows: U32) -> None:
         index = self.index
@@ -394,7 +469,7 @@ class Residency:
         self._count_clean(stay[index.dram[stay] != NO_SLOT], -1)
         if self.disk is not None:
             self.disk.free(index.disk[stay])
-        index.disk[stay] = NO_SLOT
+        index.take_off_disk(stay)
         self.counters["disk_evicted_blocks"] += len(rows)
         self.remove(rows[~elsewhere])
 
@@ -428,7 +503,7 @@ class Residency:
             index.busy[rows[len(pages) :]] -= np.uint8(1)
             rows = rows[: len(pages)]
             if len(rows):
-                return Demotion(Tier.HBM, size_class, rows, index.hbm[rows], pages)
+                return Demotion(Tier.HBM, size_class, rows, index.hbm[rows], pages, above=np.full_like(rows, NO_ROW))
         return None
 
     def _in_hbm_alone(self, size_class: int, count: int) -> U32:
@@ -463,14 +538,24 @@ class Residency:
                 self._drop_hbm(rows[good & (index.pins[rows] == 0)])
         else:
             assert self.disk is not None
+            index.busy[plan.held] -= np.uint8(1)
+            for row in rows.tolist():
+                del self._descending[row]
             good = succeeded & (index.state[rows] == RowState.READY)
-            index.disk[rows[good]] = targets[good]
+            index.put_on_disk(rows[good], targets[good])
+            # What was to lie above may have failed, in this batch or in the one before it.
+            while (bad := good & self._lacks_above(rows)).any():
+                index.take_off_disk(rows[bad])
+                good &= ~bad
             kept = rows[good & (index.dram[rows] != NO_SLOT)]
             self._count_clean(kept, 1)
-            self._classes[plan.size_class].clean_victims.add(kept)
+            size_class = self._classes[plan.size_class]
+            size_class.clean_victims.add(kept)
+            # They may be older than all that was there before: children of what else would go first.
+            size_class.disk_victims.add(rows[good])
             self.disk.free(targets[~good])
             self.counters["demoted_blocks"] += int(good.sum())
-        self.free_doomed(rows)
+        self.free_doomed(np.concatenate([rows, plan.held]))
         self.wake()
 
     def plan_promotion(self, space: Space, rows: U32) -> Promotion | None:
@@ -675,7 +760,7 @@ class Residency:
         index, high = self.index, self.index.high
         had = np.flatnonzero(index.disk[:high] != NO_SLOT).astype(np.uint32)
         self._count_clean(had[index.dram[had] != NO_SLOT], -1)
-        index.disk[had] = NO_SLOT
+        index.take_off_disk(had)
         self.disk = disk
         found = self._recovered(recovery)
         self._attach_disk(found, self._find(found))
@@ -700,7 +785,7 @@ class Residency:
         kept = there & first
         mine = rows[kept]
         classes = np.array([s.size_class for s in self.spaces] or [0], dtype=np.uint8)
-        index.disk[mine] = disk.slots[kept]
+        index.put_on_disk(mine, disk.slots[kept])
         index.size_class[mine] = classes[disk.space[kept]]
         self._count_clean(mine[index.dram[mine] != NO_SLOT], 1)
         if self.disk is not None:

@@ -36,6 +36,7 @@ class SizeClass:
         self.short = False
         self._fresh: list[U32] = []  # stored since, and to be copied to disk at once
         self._fits: Callable[[U32], Mask] | None = None  # while victims are taken on some drives alone
+        self._whole = True  # while victims are taken that leave no child behind
         self.clean_victims = VictimQueue(self._in_dram_clean, self._stamps, self._is_clean)
         self.dirty_victims = VictimQueue(self._in_dram_dirty, self._stamps, self._droppable)
         self.demotable = VictimQueue(self._in_dram_dirty, self._stamps, self._admitted)
@@ -48,7 +49,8 @@ class SizeClass:
         self._fresh.append(rows[self._index.dram[rows] != NO_SLOT])
 
     def take_fresh(self, count: int) -> U32:
-        """Up to `count` blocks to write through. One that is gone or busy meanwhile is left to the watermark."""
+        """Up to `count` blocks to write through, oldest first. One that is gone or busy meanwhile is left to the
+        watermark."""
         index = self._index
         if not self._fresh:
             return np.empty(0, dtype=np.uint32)
@@ -57,6 +59,7 @@ class SizeClass:
         good = (index.state[rows] == RowState.READY) & (index.busy[rows] == 0) & (index.size_class[rows] == self.number)
         good &= (index.dram[rows] != NO_SLOT) & (index.disk[rows] == NO_SLOT)
         there: U32 = rows[good]
+        there = there[np.argsort(index.stamp[there])]
         self._fresh = [there[count:]] if len(there) > count else []
         return there[:count]
 
@@ -79,13 +82,14 @@ class SizeClass:
             self.dirty_victims.lowest() if ready > self.clean else NEVER,
         )
 
-    def take_on_disk(self, count: int, fits: Callable[[U32], Mask]) -> U32:
-        """Up to `count` victims on disk whose slots fit."""
-        self._fits = fits
+    def take_on_disk(self, count: int, fits: Callable[[U32], Mask], *, whole: bool = True) -> U32:
+        """Up to `count` victims on disk whose slots fit. Unless `whole`, children on disk may be left behind by blocks
+        that lie in memory, too."""
+        self._fits, self._whole = fits, whole
         try:
             return self.disk_victims.take(count)
         finally:
-            self._fits = None
+            self._fits, self._whole = None, True
 
     # ---- who could go some day, and who may go now
 
@@ -141,4 +145,7 @@ class SizeClass:
             good[good] = self._fits(index.disk[rows[good]])
         last = good & (index.dram[rows] == NO_SLOT) & (index.hbm[rows] == NO_SLOT)
         good[last] = index.childless_in_order(rows[last])
+        if self._whole:
+            # At last: who has to stay keeps all above it.
+            good[good] = index.childless_in_order(rows[good], index.below)
         return good

@@ -147,7 +147,9 @@ class Transfer:
         disk = self._residency.disk
         tasks = []
         for at in [slice(None)] if disk is None or plan.source is Tier.HBM else disk.by_drive(plan.targets):
-            part = replace(plan, rows=plan.rows[at], pages=plan.pages[at], targets=plan.targets[at])
+            part = replace(
+                plan, rows=plan.rows[at], pages=plan.pages[at], targets=plan.targets[at], above=plan.above[at]
+            )
             task = asyncio.create_task(self._copy_down(part), name="demotion")
             # Not by the task itself: one that is cancelled before it begins would report nothing.
             task.add_done_callback(partial(self._demoted, part))

@@ -12,7 +12,8 @@ withdrawn.
 A directory (directory.py) holds a journal (journal.py) and one slab file a size class (slabfile.py). Which slot is free
 is decided on the loop's thread without IO; payloads, checksums, syncs and space go through the tier's own threads.
 Writers share syncs: while one group is being made durable the next gathers, since a sync costs 4-12 ms here whatever
-its size.
+its size. Their records are appended in the order in which `write` was called, whichever payload is on disk first: a
+caller that writes a chain's head before its tail never leaves the tail alone behind.
 
 IO goes by threads and not by io_uring: of some 200 ms of CPU a GB of 2 MiB blocks the checksum takes 63 and the kernel
 60-90, io_uring with registered buffers took 27 (measured apart), and the device is the limit either way (0.9 of fio's
@@ -255,6 +256,8 @@ class DiskTier:
         self._committing: asyncio.Task[None] | None = None
         self._compacting: asyncio.Task[None] | None = None
         self._reshaping = asyncio.Lock()
+        self._last_write: asyncio.Future[None] | None = None  # done once its records, and those before, are queued
+        self._given_up = asyncio.Event()  # set for a moment when what waits behind a call that hangs is given up
         self._calls = 0  # writes and reads under way
         self._idle = asyncio.Event()
         self._idle.set()
@@ -550,10 +553,11 @@ class DiskTier:
     async def write(self, jobs: Sequence[WriteJob]) -> list[str | None]:
         """Write blocks to slots that were allocated; for each None, once it outlives a power cut, or why it failed.
 
-        After a failure the slot is still the caller's to free, and no later start finds the block in it, save one whose
-        bytes are whole. When cancelled, payloads are not read any more once the cancellation arrives; the blocks may
-        be durable or not, and freeing their slots makes them gone. Raises ValueError for a job that contradicts its
-        slot.
+        No record of theirs comes before one of an earlier call; and where some jobs fail, none is recorded whose
+        parent, earlier among them, is not. After a failure the slot is still the caller's to free, and no later start
+        finds the block in it, save one whose bytes are whole. When cancelled, payloads are not read any more once the
+        cancellation arrives; the blocks may be durable or not, and freeing their slots makes them gone. Raises
+        ValueError for a job that contradicts its slot.
         """
         if not jobs:
             return []
@@ -563,10 +567,14 @@ class DiskTier:
         if refusal is not None:
             self.failures["left alone"] += len(jobs)
             return [refusal] * len(jobs)
-        with self._call():
+        with self._call(), self._turn() as (earlier, turn):
             try:
                 reasons, written, files = await self._write_payloads(jobs, placed)
-                failure = await self._make_durable(jobs, written, files)
+                await self._await_turn(earlier)
+                written = _without_orphans(jobs, reasons, written)
+                done = self._make_durable(jobs, written, files)
+                turn.set_result(None)
+                failure = await asyncio.shield(done) if done is not None else None
             except TierUnavailable:
                 return self._withdrawn(jobs, self.failures)
         for i, _ in written:
@@ -574,11 +582,40 @@ class DiskTier:
         for reason in reasons:
             if reason is not None:
                 self.failures[reason] += 1
-                self._writes.failed(reason)
+                if reason != _ORPHAN:
+                    self._writes.failed(reason)
         if failure is None:
             self.counters["written_blocks"] += len(written)
             self.counters["written_bytes"] += sum(jobs[i].meta.length for i, _ in written)
         return reasons
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[tuple[asyncio.Future[None] | None, asyncio.Future[None]]]:
+        """The turn of the write that was called before, if it is not over, and this one's own, over at the latest when
+        both have ended."""
+        earlier, turn = self._last_write, asyncio.get_running_loop().create_future()
+        self._last_write = turn
+        try:
+            yield (None if earlier is None or earlier.done() else earlier), turn
+        finally:
+            if not turn.done():
+                if earlier is None or earlier.done():
+                    turn.set_result(None)
+                else:
+                    earlier.add_done_callback(lambda _: turn.set_result(None))
+
+    async def _await_turn(self, earlier: asyncio.Future[None] | None) -> None:
+        """Raises TierUnavailable when what was called before hangs."""
+        if earlier is None:
+            return
+        given_up = asyncio.create_task(self._given_up.wait())
+        waited: list[asyncio.Future[Any]] = [earlier, given_up]
+        try:
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            given_up.cancel()
+        if not earlier.done():
+            raise TierUnavailable("withdrawn: the writes before it do not end")
 
     def _withdrawn(self, jobs: Sequence[object], counter: Counter[str]) -> list[str | None]:
         """The threads have been stopped, or hang; a block that was read or written by then is not counted on."""
@@ -661,20 +698,24 @@ class DiskTier:
             reasons = move(self._folder, fd, first * file.slot_bytes, jobs, False, self._thread_scratch())
         return reasons
 
-    async def _make_durable(
+    def _make_durable(
         self, jobs: Sequence[WriteJob], written: list[tuple[int, bytes]], files: set[SlabFile]
-    ) -> str | None:
+    ) -> asyncio.Future[str | None] | None:
+        """Queue the records of what was written; what tells why they did not become durable."""
         if not written:
             return None
         namespaces = {jobs[i].meta.namespace for i, _ in written}
-        return await self._commit(
+        done: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._queue.append(
             _Commit(
                 b"".join(record for _, record in written),
                 frozenset(files),
                 {fingerprint: self._namespaces[fingerprint] for fingerprint in namespaces},
-                asyncio.get_running_loop().create_future(),
+                done,
             )
         )
+        self._start_committing()
+        return done
 
     # -- space on disk
 
@@ -963,6 +1004,8 @@ class DiskTier:
             for workers in (self._workers, self._syncer):
                 if workers is not None:
                     workers.withdraw()
+            self._given_up.set()
+            self._given_up.clear()
         if self._looking is None:
             idle = not self._calls and self._committing is None and self._compacting is None
             away = self._away is not None
@@ -1174,6 +1217,7 @@ class DiskTier:
 
 
 _WORKED: Final = "worked"
+_ORPHAN: Final = "its parent was not written"
 
 
 def _same(folder: Folder, name: str, fd: int) -> bool:
@@ -1198,6 +1242,27 @@ def _answer(group: Iterable[_Commit], failure: str | None) -> None:
     for commit in group:
         if commit.done is not None and not commit.done.done():
             commit.done.set_result(failure)
+
+
+def _without_orphans(
+    jobs: Sequence[WriteJob], reasons: list[str | None], written: list[tuple[int, bytes]]
+) -> list[tuple[int, bytes]]:
+    """Those of the written jobs, parents before children, whose parents did not fail; the others' reasons are set."""
+    if len(written) == len(jobs):
+        return written
+
+    def name(i: int, block_hash: bytes) -> tuple[bytes, int, bytes]:
+        return jobs[i].meta.namespace, jobs[i].meta.group, block_hash
+
+    failed = {name(i, jobs[i].meta.block_hash) for i, reason in enumerate(reasons) if reason is not None}
+    kept = []
+    for i, record in sorted(written):
+        if name(i, jobs[i].meta.parent) in failed:
+            failed.add(name(i, jobs[i].meta.block_hash))
+            reasons[i] = _ORPHAN
+        else:
+            kept.append((i, record))
+    return kept
 
 
 def _contiguous(buffer: memoryview | U8, length: int) -> bool:

@@ -193,7 +193,8 @@ class Drives:
         """Positions in `slots`, those of one drive together."""
         return [at for _, at, _ in self._split(slots)]
 
-    def _drives_of(self, slots: U32) -> U32:
+    def drives_of(self, slots: U32) -> U32:
+        """The number of each slot's drive."""
         owners: U32 = self._drive_of[slots >> np.uint32(EXTENT_BITS)]
         return owners
 
@@ -206,7 +207,7 @@ class Drives:
 
     def lie_on(self, number: int, slots: U32) -> Bools:
         """Whether each slot is one of this drive."""
-        result: Bools = self._drives_of(slots) == number
+        result: Bools = self.drives_of(slots) == number
         return result
 
     # -- space: the loop's thread, no IO
@@ -328,14 +329,14 @@ class Drives:
     def readable_slots(self, slots: U32) -> Bools:
         """Whether a read of each slot would be tried now."""
         well = [number not in self._out and drive.readable for number, drive in enumerate(self._drives)]
-        result: Bools = np.array(well)[self._drives_of(slots)]
+        result: Bools = np.array(well)[self.drives_of(slots)]
         return result
 
     def writable_slots(self, slots: U32) -> Bools:
         """Whether the drive of each slot would take a write now."""
         well = np.zeros(len(self._drives), dtype=np.bool_)
         well[[number for number, _ in self._writable()]] = True
-        result: Bools = well[self._drives_of(slots)]
+        result: Bools = well[self.drives_of(slots)]
         return result
 
     # -- moving bytes

@@ -1,10 +1,10 @@
 """Eviction order: who goes first.
 
 A policy is a score over blocks; the lowest goes first. Whether a block may go at all (ready, unpinned, idle, childless)
-is the caller's question, not the policy's. `VictimQueue` makes any score whose values only ever grow when a block is
-used cheap to serve: it sorts the lowest scores once and hands them out until they run dry. An entry whose score has
-changed since is skipped, so for LRU stamps the order is exact, and a refill over n blocks (about 15 ms at 10^6) is paid
-once in n/16 evictions.
+is the caller's question, not the policy's. `VictimQueue` makes any score that only ever grows when a block is used, and
+that no two blocks share, cheap to serve: it sorts the lowest scores once and hands them out until they run dry. An
+entry whose score has changed since is skipped, so for LRU stamps the order is exact, and a refill over n blocks (about
+15 ms at 10^6) is paid once in n/16 evictions.
 """
 
 from collections.abc import Callable
@@ -77,13 +77,19 @@ class VictimQueue:
 
     def add(self, rows: Rows) -> None:
         """Puts distinct rows in that became candidates since the last refill."""
-        self._leave_out(rows)
         if self._next == len(self._rows):
             return  # the next take refills, and finds them
-        merged_rows = np.concatenate([rows, self._rows[self._next :]])
-        merged_scores = np.concatenate([self._score(rows), self._scores[self._next :]])
-        order = np.argsort(merged_scores, kind="stable")
-        self._rows, self._scores, self._next = merged_rows[order], merged_scores[order], 0
+        left_rows, left_scores = self._rows[self._next :], self._scores[self._next :]
+        scores = self._score(rows)
+        # Beyond the last entry lies what no refill has looked at yet, with lower scores among it maybe.
+        rows, scores = rows[scores <= left_scores[-1]], scores[scores <= left_scores[-1]]
+        order = np.argsort(scores)
+        rows, scores = rows[order], scores[order]
+        at = np.searchsorted(left_scores, scores)
+        fresh = (left_scores[at] != scores) | (left_rows[at] != rows)
+        if fresh.any():
+            self._rows = np.insert(left_rows, at[fresh], rows[fresh])
+            self._scores, self._next = np.insert(left_scores, at[fresh], scores[fresh]), 0
 
     def _leave_out(self, rows: Rows) -> None:
         left = self._rows[self._next :]

@@ -233,6 +233,69 @@ async def test_what_waits_behind_a_read_that_hangs_is_given_up_and_the_shutdown_
     assert await tier.close()
 
 
+def on_disk(directory: Path, beside: Path) -> set[bytes]:
+    """The blocks that the directory's records name at this moment, as a daemon that started now would find them."""
+    shutil.rmtree(beside, ignore_errors=True)
+    shutil.copytree(directory, beside)
+    tier = DiskTier(beside, 64 * MIB)
+    found = set(whereabouts(tier.open()))
+    tier.abandon()
+    return found
+
+
+@pytest.mark.parametrize("end", ["goes on", "is cancelled", "is given up"])
+async def test_records_come_in_the_order_of_the_writes_whichever_payload_is_there_first(
+    tiers: Tiers, faults: Faults, tmp_path: Path, end: str
+) -> None:
+    await tiers.open(folder=faults.folder, threads=2)
+    tier = tiers.tier
+    assert tier is not None
+    await store(tier, ["before"], 64 * KIB)
+    slots = tier.allocate(64 * KIB, 3).tolist()
+    faults.add("write", "slab-*", "hang", times=1)
+    head = asyncio.create_task(tier.write([write_job(slots[0], "head", 64 * KIB)]))
+    assert await asyncio.to_thread(faults.hanging.acquire, timeout=10)
+    jobs = [write_job(slots[1], "tail", 64 * KIB), write_job(slots[2], "its tail", 64 * KIB)]
+    tails = [asyncio.create_task(tier.write([job])) for job in jobs]
+    file, last = tiers.directory / f"slab-{slot_size(64 * KIB)}.dat", bytes(jobs[1].payload)
+    while last not in file.read_bytes():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    if end == "is cancelled":
+        tails[0].cancel()
+    if end == "is given up":
+        await eventually_sick(tiers)
+        await tier.watch()
+        assert all(str(reason).startswith("sick: no answer") for (reason,) in await asyncio.gather(*tails))
+    await asyncio.sleep(0.05)
+    assert on_disk(tiers.directory, tmp_path / "copy") == {key("before")}
+    faults.clear()
+    assert await head == [None]
+    outcomes = await asyncio.gather(*tails, return_exceptions=True)
+    if end == "goes on":
+        assert outcomes == [[None], [None]]
+    if end != "is given up":
+        assert outcomes[1] == [None]
+        assert {key("head"), key("its tail")} <= on_disk(tiers.directory, tmp_path / "copy")
+    tier.free(slots)
+
+
+async def test_where_a_payload_cannot_be_written_those_below_it_are_not_recorded(
+    tiers: Tiers, faults: Faults, tmp_path: Path
+) -> None:
+    await tiers.open(folder=faults.folder)
+    tier = tiers.tier
+    assert tier is not None
+    slots = tier.allocate(64 * KIB, 5).tolist()
+    parents = [b"", key(0), key(1), key(2), b""]
+    jobs = [write_job(slot, n, 64 * KIB, parent=parents[n]) for n, slot in enumerate(slots)]
+    faults.add("write", "slab-*", "EIO", at=slot_size(64 * KIB))
+    assert await tier.write(jobs) == [None, "EIO", *["its parent was not written"] * 2, None]
+    assert on_disk(tiers.directory, tmp_path / "copy") == {key(0), key(4)}
+    assert tier.failures == {"EIO": 1, "its parent was not written": 2}
+    tier.free(slots)
+    faults.clear()
+
+
 @pytest.mark.parametrize("operation", ["moved", "stat", "space", "names"])
 async def test_a_look_that_hangs_is_a_sick_state_that_passes(tiers: Tiers, faults: Faults, operation: str) -> None:
     await tiers.open(folder=faults.folder)
