@@ -16,7 +16,7 @@ The rules that hold throughout, proved by `check()`:
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -68,6 +68,7 @@ class Residency:
         self._space_of: dict[tuple[bytes, int], Space] = {}
         self._classes: list[SizeClass] = []  # by number
         self._descending: dict[int, int] = {}  # rows that are being written to disk → their slots there
+        self._path = _none(np.uint32)  # what lay above the last row that was looked at, and it
         self.wants_cleaning = False  # what the last plan_demotion saw: too little is free or clean
         self._promoting: set[int] = set()  # rows being read from disk
         self._promoting_bytes = 0
@@ -346,24 +347,47 @@ class Residency:
 
         A row below a block that is being stored or moved is left out: it has to wait.
         """
-        index = self.index
-        parent, state, busy, dram, disk = (
-            c.item for c in (index.parent, index.state, index.busy, index.dram, index.disk)
-        )
         chosen: dict[int, None] = {}
         for row in rows.tolist():
-            path: list[int] = []
-            while row != NO_ROW and row not in chosen and row not in self._descending and disk(row) == NO_SLOT:
-                if state(row) != RowState.READY or busy(row):
-                    path.clear()
-                    break
-                if dram(row) != NO_SLOT:
-                    path.append(row)
-                row = parent(row)
-            chosen.update(dict.fromkeys(path[::-1][: most - len(chosen)]))
+            chosen.update(dict.fromkeys(self._path_to(row, chosen)[: most - len(chosen)]))
             if len(chosen) == most:
                 break
         return np.fromiter(chosen, dtype=np.uint32, count=len(chosen))
+
+    def _path_to(self, row: int, chosen: Collection[int]) -> list[int]:
+        """The dirty blocks above a row that nobody writes yet, heads first, and the row; none where it has to wait."""
+        index = self.index
+        if len(self._path) and self._path[-1] == row:
+            # A long chain is asked for again and again, batch by batch, and a step upwards costs half a microsecond.
+            path = self._path[self._is_dirty(self._path)]
+            if len(path) and self._goes_on(int(index.parent[path[0]])) and self._is_chain(path):
+                self._path = path
+                return path.tolist()  # type: ignore[no-any-return]
+        parent, state, busy, dram = (column.item for column in (index.parent, index.state, index.busy, index.dram))
+        steps: list[int] = []
+        while row not in chosen and not self._goes_on(row):
+            if state(row) != RowState.READY or busy(row):
+                return []
+            if dram(row) != NO_SLOT:
+                steps.append(row)
+            row = parent(row)
+        steps.reverse()
+        self._path = np.array(steps, dtype=np.uint32)
+        return steps
+
+    def _goes_on(self, above: int) -> bool:
+        """Whether what lies below may be written: it is a chain's beginning, or this is on disk or will be before."""
+        return above == NO_ROW or above in self._descending or self.index.disk.item(above) != NO_SLOT
+
+    def _is_chain(self, rows: U32) -> bool:
+        return bool((self.index.parent[rows[1:]] == rows[:-1]).all())
+
+    def _is_dirty(self, rows: U32) -> Mask:
+        """Which of these rows lie in DRAM, not on disk, and are not being copied."""
+        index = self.index
+        dirty: Mask = (index.state[rows] == RowState.READY) & (index.busy[rows] == 0)
+        dirty &= (index.dram[rows] != NO_SLOT) & (index.disk[rows] == NO_SLOT)
+        return dirty
 
     def stored(self, rows: U32, size_class: int) -> None:
         """These rows have become ready, or came down from HBM: they lie in memory alone."""
