@@ -39,7 +39,7 @@ from .protocol import POOL_DRAM, POOL_HBM, Tier, decode_body
 from .sizeclass import NEVER, SizeClass
 
 DEMOTION_BATCH_BYTES = 32 << 20
-DEMOTION_BATCH_BLOCKS = 128  # describing a batch costs the loop some 8 us a block
+DEMOTION_BATCH_BLOCKS = 256  # describing a batch costs the loop some 3 us a block
 MAX_SIZE_CLASSES = 255  # a u8 column
 
 
@@ -57,7 +57,7 @@ class Residency:
         # The loop's thread alone changes all of this. The index grows by itself; this is a guess at 16 KiB a block.
         self.index = Index(rows=min(max(room >> 14, 1 << 12), 1 << 21))
         # What is being copied down cannot make room, so a small pool must not be busy as a whole.
-        self._batch_bytes = min(DEMOTION_BATCH_BYTES, dram.pool.capacity // 8)
+        self._batch_bytes = min(DEMOTION_BATCH_BYTES, dram.pool.capacity // 16)
         self.spaces: list[Space] = []
         self.counters: Counter[str] = Counter()
         self.wake: Callable[[], None] = lambda: None  # called when the cleaner may have work

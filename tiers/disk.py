@@ -81,6 +81,7 @@ from .slabfile import (
 from .workers import Workers, outlast
 
 __all__ = [
+    "HASH_BYTES",
     "BlockMeta",
     "DirectoryReport",
     "DiskTier",

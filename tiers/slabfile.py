@@ -194,8 +194,8 @@ def _as_bytes(buffer: memoryview | U8) -> U8:
     return array.reshape(-1)
 
 
-def _aligned(array: U8) -> bool:
-    return bool(array.__array_interface__["data"][0] % PAGE == 0)
+def _aligned(buffer: memoryview | U8) -> bool:
+    return bool(_as_bytes(buffer).__array_interface__["data"][0] % PAGE == 0)
 
 
 def _pages(length: int) -> U8:
@@ -203,18 +203,26 @@ def _pages(length: int) -> U8:
 
 
 def write_slots(
-    folder: Folder, fd: int, offset: int, jobs: Sequence[WriteJob], direct: bool, scratch: Scratch
+    folder: Folder,
+    fd: int,
+    offset: int,
+    jobs: Sequence[WriteJob],
+    direct: bool,
+    scratch: Scratch,
+    *,
+    copied: bool = False,
 ) -> list[str | None]:
     """Write adjacent slots from `offset` on in one call; a reason for each job that failed. Not yet durable.
 
-    `direct`: the file is open with O_DIRECT; a payload that does not begin on a page is copied first.
+    `direct`: the file is open with O_DIRECT, which takes no payload that does not begin on a page: refused one, all are
+    copied first.
     """
     vector: list[memoryview] = []
     for position, job in enumerate(jobs):
         payload = _as_bytes(job.payload)
         header, tail = scratch.headers[position], scratch.tails[position]
         pack_header(header, job.meta, xxhash.xxh3_64_intdigest(payload.data))
-        if direct and not _aligned(payload):
+        if copied:
             copy = _pages(job.meta.length)
             copy[: job.meta.length] = payload
             vector += [header, copy.data]
@@ -230,6 +238,8 @@ def write_slots(
         reason = None if written == sum(slot_size(job.meta.length) for job in jobs) else "short write"
     except OSError as error:
         reason = errno_name(error)
+    if reason == "EINVAL" and direct and not copied and not all(_aligned(job.payload) for job in jobs):
+        return write_slots(folder, fd, offset, jobs, direct, scratch, copied=True)
     if reason is None or len(jobs) == 1:
         return [reason] * len(jobs)
     return _one_by_one_write(folder, fd, offset, jobs, direct, scratch)
@@ -246,7 +256,14 @@ def _one_by_one_write(
 
 
 def read_slots(
-    folder: Folder, fd: int, offset: int, jobs: Sequence[ReadJob], direct: bool, scratch: Scratch
+    folder: Folder,
+    fd: int,
+    offset: int,
+    jobs: Sequence[ReadJob],
+    direct: bool,
+    scratch: Scratch,
+    *,
+    copied: bool = False,
 ) -> list[str | None]:
     """Read adjacent slots from `offset` on in one call; None for each job whose bytes are proven, else the reason."""
     vector: list[memoryview] = []
@@ -254,7 +271,7 @@ def read_slots(
     for position, job in enumerate(jobs):
         into = _as_bytes(job.into)
         vector.append(scratch.headers[position])
-        if direct and not _aligned(into):
+        if copied:
             copy = _pages(job.length)
             copies.append(copy)
             vector.append(copy.data)
@@ -269,6 +286,8 @@ def read_slots(
         failure = None
     except OSError as error:
         reached, failure = 0, errno_name(error)
+    if failure == "EINVAL" and direct and not copied and not all(_aligned(job.into) for job in jobs):
+        return read_slots(folder, fd, offset, jobs, direct, scratch, copied=True)
     reasons: list[str | None] = []
     for position, job in enumerate(jobs):
         size = slot_size(job.length)

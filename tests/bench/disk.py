@@ -1,38 +1,32 @@
 """2 MiB blocks through the disk tier, against raw O_DIRECT (and fio, where it is installed) on the same file system.
 
-The tier is driven as the daemon drives it: two cleaners writing batches of 32 MiB, all reads of a prefix at once in
+The tier is driven as the daemon drives it: cleaners that write batches of 32 MiB, all reads of a prefix at once in
 batches of 16 MiB. Its figures include checksums, header pages, syncs and journal records; the raw ones nothing but the
 transfer, from 16 threads. All files have their blocks on disk before the first round that counts.
 """
 
 import asyncio
-import json
 import mmap
-import os
 import shutil
 import statistics
-import subprocess
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcascade.daemon.residency import DEMOTION_BATCH_BYTES
+from kvcascade.daemon.transfer import CLEANERS, READ_BATCH_BYTES
 from kvcascade.tiers.disk import BlockMeta, DiskTier, ReadJob, WriteJob, slot_size
 
 from .harness import GB, Bench, Row, at_least, check, median_ratio
+from .raw_disk import Blocks, RawDisk, timed
 
 BLOCK = 2 << 20
 RAW_THREADS = 16
-WRITERS = 2
-WRITE_BATCH = 16
-READ_BATCH = 8
+THREADS = 8  # the default of disk.threads
+WRITE_BATCH = DEMOTION_BATCH_BYTES // BLOCK
+READ_BATCH = READ_BATCH_BYTES // BLOCK
 NAMESPACE = bytes(range(32))
-
-Blocks = list[NDArray[np.uint8]]
 
 
 def run(bench: Bench) -> list[Row]:
@@ -63,7 +57,7 @@ def report(seen: dict[str, list[float]], count: int) -> list[Row]:
                     "GB/s",
                     size / statistics.median(limit),
                     median_ratio(limit, tier),
-                    at_least(0.75) if raw == "raw" else None,
+                    at_least(0.8),
                 )
             )
         rows.append(
@@ -85,9 +79,8 @@ async def measure(bench: Bench, directory: Path, count: int) -> dict[str, list[f
     payloads, targets = (list(half.reshape(count, BLOCK)) for half in np.split(whole, 2))
     names = [f"{what} {way}" for what in ("tier", "raw", "fio") for way in ("write", "read")]
     seen: dict[str, list[float]] = {name: [] for name in [*names, *(f"{name} cpu" for name in names)]}
-    raw = _Raw(directory / "raw", payloads, targets)
+    raw = RawDisk(directory / "raw", payloads, targets, together=1, threads=RAW_THREADS)
     tier = _Tier(directory / "tier", payloads, targets)
-    fio = shutil.which("fio")
     try:
         await tier.open()
         for number in range(-2, bench.rounds(7, 3)):
@@ -99,14 +92,12 @@ async def measure(bench: Bench, directory: Path, count: int) -> dict[str, list[f
                 raw.write()
             with timed(seen, "tier write"):
                 await tier.write()
-            if fio:
-                seen["fio write"].append(run_fio(fio, directory / "raw", "write", count))
+            add_fio(seen, raw, "write")
             with timed(seen, "raw read"):
                 raw.read()
             with timed(seen, "tier read"):
                 await tier.read()
-            if fio:
-                seen["fio read"].append(run_fio(fio, directory / "raw", "read", count))
+            add_fio(seen, raw, "read")
             tier.free()
     finally:
         await tier.close()
@@ -114,36 +105,10 @@ async def measure(bench: Bench, directory: Path, count: int) -> dict[str, list[f
     return seen
 
 
-@contextmanager
-def timed(seen: dict[str, list[float]], name: str) -> Iterator[None]:
-    cpu, start = time.process_time(), time.perf_counter()
-    yield
-    seen[name].append(time.perf_counter() - start)
-    seen[f"{name} cpu"].append(time.process_time() - cpu)
-
-
-class _Raw:
-    """Nothing but the transfer."""
-
-    def __init__(self, path: Path, payloads: Blocks, targets: Blocks) -> None:
-        self._payloads, self._targets = payloads, targets
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._file, 0, len(payloads) * BLOCK)
-        self._threads = ThreadPoolExecutor(RAW_THREADS)
-
-    def write(self) -> None:
-        self._all(lambda number: os.pwritev(self._file, [self._payloads[number].data], number * BLOCK))
-
-    def read(self) -> None:
-        self._all(lambda number: os.preadv(self._file, [self._targets[number].data], number * BLOCK))
-
-    def _all(self, move: Callable[[int], int]) -> None:
-        moved = list(self._threads.map(move, range(len(self._payloads))))
-        check(set(moved) == {BLOCK}, "a raw transfer was short")
-
-    def close(self) -> None:
-        self._threads.shutdown()
-        os.close(self._file)
+def add_fio(seen: dict[str, list[float]], raw: RawDisk, way: str) -> None:
+    seconds = raw.fio(way)
+    if seconds is not None:
+        seen[f"fio {way}"].append(seconds)
 
 
 class _Tier:
@@ -152,7 +117,7 @@ class _Tier:
     def __init__(self, directory: Path, payloads: Blocks, targets: Blocks) -> None:
         self._payloads, self._targets = payloads, targets
         # Two rounds' worth: each round gets other slots than the one before.
-        self._tier = DiskTier(directory, 2 * len(payloads) * slot_size(BLOCK))
+        self._tier = DiskTier(directory, 2 * len(payloads) * slot_size(BLOCK), threads=THREADS)
         self._round = 0
 
     async def open(self) -> None:
@@ -181,7 +146,7 @@ class _Tier:
                 reasons = await self._tier.write(jobs)
                 check(not any(reasons), f"a write failed: {reasons}")
 
-        await asyncio.gather(*(writer() for _ in range(WRITERS)))
+        await asyncio.gather(*(writer() for _ in range(CLEANERS)))
 
     async def read(self) -> None:
         async def reader(first: int) -> None:
@@ -200,14 +165,3 @@ class _Tier:
 
     async def close(self) -> None:
         await self._tier.close(5.0)
-
-
-def run_fio(fio: str, path: Path, way: str, count: int) -> float:
-    """Seconds that fio says it took for the same bytes in the same file."""
-    command = [
-        *(fio, "--name=raw", f"--filename={path}", f"--rw={way}", "--bs=2M", f"--size={count * BLOCK}"),
-        *("--direct=1", "--ioengine=io_uring", "--iodepth=16", "--output-format=json"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][way]
-    return float(job["io_bytes"] / job["bw_bytes"])

@@ -1,6 +1,6 @@
 """Small blocks of one chain through a drive, and what a start costs with a million of them.
 
-64 KiB blocks, read 32 of a chain at a time and written in batches of 32 MiB, as the cleaner does, against the same
+64 KiB blocks, read 32 of a chain at a time and written in batches as the daemon's cleaners do, against the same
 bytes in raw calls of 32 pieces each: what a chain that lies together could reach. Both from as many threads; the
 drive's figures include checksums, header pages, syncs and journal records.
 """
@@ -12,28 +12,26 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcascade.daemon.residency import DEMOTION_BATCH_BLOCKS
+from kvcascade.daemon.transfer import CLEANERS
 from kvcascade.tiers.disk import BlockMeta, DiskTier, ReadJob, WriteJob, slot_size
 from kvcascade.tiers.folder import Folder
 from kvcascade.tiers.journal import RECORD, Journal, namespace_tag
 
-from .disk import timed
+from .disk import add_fio
 from .harness import GB, Bench, Row, at_least, below, check, median_ratio
+from .raw_disk import Blocks, RawDisk, timed
 
 BLOCK = 64 << 10
 CHAIN = 32
-BATCH = 512
 THREADS = 8
 NAMESPACE = bytes(range(32))
 RECORDS = 1_000_000
-
-Blocks = list[NDArray[np.uint8]]
 
 
 def run(bench: Bench) -> list[Row]:
@@ -53,17 +51,20 @@ def report(seen: dict[str, list[float]], count: int) -> list[Row]:
     size = count * BLOCK / GB
     rows = []
     for way in ("write", "read"):
-        raw, tier = seen[f"raw {way}"], seen[f"tier {way}"]
-        rows.append(
-            Row(
-                f"disk {way} of 64 KiB blocks, chains of {CHAIN} / raw O_DIRECT in calls of {CHAIN}, {THREADS} threads",
-                size / statistics.median(tier),
-                "GB/s",
-                size / statistics.median(raw),
-                median_ratio(raw, tier),
-                at_least(0.8),
-            )
-        )
+        tier = seen[f"tier {way}"]
+        for raw, name in (("raw", f"raw O_DIRECT, {THREADS} threads"), ("fio", "fio io_uring, 32 MiB in flight")):
+            limit = seen[f"{raw} {way}"]
+            if limit:
+                rows.append(
+                    Row(
+                        f"disk {way} of 64 KiB blocks, chains of {CHAIN} / {name}, in calls of {CHAIN}",
+                        size / statistics.median(tier),
+                        "GB/s",
+                        size / statistics.median(limit),
+                        median_ratio(limit, tier),
+                        at_least(0.8),
+                    )
+                )
         rows.append(
             Row(
                 f"disk {way} of 64 KiB blocks: CPU / raw",
@@ -81,9 +82,9 @@ async def measure(bench: Bench, directory: Path, count: int) -> dict[str, list[f
     whole: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
     np.random.default_rng(1).random(out=whole.view(np.float64))
     payloads, targets = (list(half.reshape(count, BLOCK)) for half in np.split(whole, 2))
-    names = [f"{what} {way}" for what in ("tier", "raw") for way in ("write", "read")]
+    names = [f"{what} {way}" for what in ("tier", "raw", "fio") for way in ("write", "read")]
     seen: dict[str, list[float]] = {name: [] for name in [*names, *(f"{name} cpu" for name in names)]}
-    raw = _Raw(directory / "raw", payloads, targets)
+    raw = RawDisk(directory / "raw", payloads, targets, together=CHAIN, threads=THREADS)
     # Two rounds' worth: each round gets other slots than the one before.
     tier = DiskTier(directory / "tier", 2 * count * slot_size(BLOCK), threads=THREADS)
     await asyncio.to_thread(tier.open)
@@ -99,11 +100,13 @@ async def measure(bench: Bench, directory: Path, count: int) -> dict[str, list[f
                 raw.write()
             with timed(seen, "tier write"):
                 await write(tier, jobs)
+            add_fio(seen, raw, "write")
             reads = read_jobs(jobs, targets)
             with timed(seen, "raw read"):
                 raw.read()
             with timed(seen, "tier read"):
                 await read(tier, reads)
+            add_fio(seen, raw, "read")
             tier.free([job.slot for job in jobs])
     finally:
         await tier.close(5.0)
@@ -130,43 +133,19 @@ def read_jobs(jobs: list[WriteJob], targets: Blocks) -> list[ReadJob]:
 
 
 async def write(tier: DiskTier, jobs: list[WriteJob]) -> None:
-    batches = iter(range(0, len(jobs), BATCH))
+    batches = iter(range(0, len(jobs), DEMOTION_BATCH_BLOCKS))
 
     async def writer() -> None:
         for first in batches:
-            reasons = await tier.write(jobs[first : first + BATCH])
+            reasons = await tier.write(jobs[first : first + DEMOTION_BATCH_BLOCKS])
             check(not any(reasons), f"a write failed: {reasons}")
 
-    await asyncio.gather(writer(), writer())
+    await asyncio.gather(*(writer() for _ in range(CLEANERS)))
 
 
 async def read(tier: DiskTier, jobs: list[ReadJob]) -> None:
     outcomes = await asyncio.gather(*(tier.read(jobs[first : first + CHAIN]) for first in range(0, len(jobs), CHAIN)))
     check(not any(any(reasons) for reasons in outcomes), "a read failed")
-
-
-class _Raw:
-    """Nothing but the transfer: one call a chain."""
-
-    def __init__(self, path: Path, payloads: Blocks, targets: Blocks) -> None:
-        self._payloads, self._targets = payloads, targets
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._file, 0, len(payloads) * BLOCK)
-        self._threads = ThreadPoolExecutor(THREADS)
-
-    def write(self) -> None:
-        self._all(lambda at: os.pwritev(self._file, self._payloads[at : at + CHAIN], at * BLOCK))
-
-    def read(self) -> None:
-        self._all(lambda at: os.preadv(self._file, self._targets[at : at + CHAIN], at * BLOCK))
-
-    def _all(self, move: Callable[[int], int]) -> None:
-        moved = list(self._threads.map(move, range(0, len(self._payloads), CHAIN)))
-        check(set(moved) == {CHAIN * BLOCK}, "a raw transfer was short")
-
-    def close(self) -> None:
-        self._threads.shutdown()
-        os.close(self._file)
 
 
 # ---- a start
