@@ -1,4 +1,5 @@
-"""The control round trip while another process stores at full speed and the cleaner writes to disk, against idle.
+"""The control round trip while another process stores at full speed and the cleaner writes to disk, and while one loads
+what lies on disk alone, against idle.
 
 A third process asks every half millisecond. In turn with the daemon it asks a bare uvloop server that does nothing
 else: what that one loses under the same load is the machine's doing (cores, scheduler), not the daemon's.
@@ -9,12 +10,15 @@ import os
 import socket
 import statistics
 import time
+from collections import deque
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import numpy as np
 import uvloop
+from numpy.typing import NDArray
 
+from kvcascade.daemon.attachment import Session
 from kvcascade.daemon.client import Client
 from kvcascade.daemon.protocol import OP_PING
 from kvcascade.tiers.block import KVGroup
@@ -27,6 +31,7 @@ CHAIN = 64
 HASH_BYTES = 32
 PAUSE_S = 0.0005
 QUIET_S = 0.25
+REMEMBERED = 32  # chains of 128 MiB: four times DRAM, and less than the disk
 
 Times = dict[str, list[float]]
 
@@ -34,15 +39,14 @@ Times = dict[str, list[float]]
 def run(bench: Bench) -> list[Row]:
     seconds = 1.0 if bench.quick else 3.0
     rounds = bench.rounds(5, 2)
-    idle: list[Times] = []
-    loaded: list[Times] = []
-    stored = written = wall = 0.0
+    times: dict[str, list[Times]] = {"idle": [], "store": [], "load": []}
+    moved = dict.fromkeys(("store", "load"), 0.0)
     disk = bench.directory / "control" / "disk"
-    flags = ("--dram", "1GiB", "--dram-low-watermark", "25%", "--disk", str(disk), "--disk-size", "4GiB")
+    flags = ("--dram", "1GiB", "--dram-low-watermark", "25%", "--disk", str(disk), "--disk-size", "6GiB")
     echo_path = bench.sockets / "echo.sock"
     with (
         Daemon(bench, "control", *flags) as daemon,
-        Engine(storer, daemon.socket) as engine,
+        Engine(worker, daemon.socket) as engine,
         Engine(echo_server, str(echo_path)) as echo,
     ):
         engine.receive()
@@ -54,24 +58,29 @@ def run(bench: Bench) -> list[Row]:
             for number in range(rounds):
                 bench.say(f"control round {number + 1}: idle")
                 wait_until_quiet(daemon)
-                idle.append(round_trips(client, bare, seconds))
-                bench.say(f"control round {number + 1}: loaded")
-                before = demoted(daemon)
-                engine.send("go")
-                engine.receive()
-                loaded.append(round_trips(client, bare, seconds))
-                engine.send("stop")
-                one_stored, one_wall = engine.receive()
-                written += (demoted(daemon) - before) * BLOCK / GB
-                stored, wall = stored + one_stored * BLOCK / GB, wall + one_wall
+                times["idle"].append(round_trips(client, bare, seconds))
+                for way, counter in (("store", "demoted_blocks"), ("load", "promoted_blocks")):
+                    bench.say(f"control round {number + 1}: {way}")
+                    wait_until_quiet(daemon)
+                    before = counted(daemon, counter)
+                    engine.send(way)
+                    engine.receive()
+                    times[way].append(round_trips(client, bare, seconds))
+                    engine.send("stop")
+                    engine.receive()
+                    moved[way] += (counted(daemon, counter) - before) * BLOCK / GB
         client.close()
-    if not written:
-        raise BenchError("the cleaner wrote nothing, so nothing was measured")
-    bench.notes.append(f"control: stored at {stored / wall:.2f} GB/s, the cleaner wrote {written / wall:.2f} GB/s")
-    return [
-        *compare("control round trip, stores and cleaner at full speed", "daemon", idle, loaded, 3.0),
-        *compare("the same against a bare uvloop server beside it", "bare", idle, loaded, None),
-    ]
+    if not all(moved.values()):
+        raise BenchError(f"nothing went to the disk, or came from it, so nothing was measured: {moved}")
+    rates = {way: size / (rounds * seconds) for way, size in moved.items()}
+    bench.notes.append(f"control: the disk wrote {rates['store']:.2f} GB/s, and read {rates['load']:.2f} GB/s")
+    rows = []
+    for way, what in (("store", "stores and cleaner at full speed"), ("load", "loads from disk at full speed")):
+        rows += compare(f"control round trip, {what}", "daemon", times["idle"], times[way], 3.0)
+        rows += compare(
+            f"the same against a bare uvloop server beside it, {way}s", "bare", times["idle"], times[way], None
+        )
+    return rows
 
 
 def compare(what: str, which: str, idle: list[Times], loaded: list[Times], limit: float | None) -> list[Row]:
@@ -92,6 +101,13 @@ def compare(what: str, which: str, idle: list[Times], loaded: list[Times], limit
     return rows
 
 
+def growth(which: str, idle: list[Times], loaded: list[Times]) -> list[float]:
+    """How many times its idle p99 each round's is."""
+    return [
+        quantile(busy[which], 0.99) / quantile(quiet[which], 0.99) for busy, quiet in zip(loaded, idle, strict=True)
+    ]
+
+
 def round_trips(client: Client, bare: socket.socket, seconds: float) -> Times:
     times: Times = {"daemon": [], "bare": []}
     end = time.perf_counter() + seconds
@@ -107,38 +123,56 @@ def round_trips(client: Client, bare: socket.socket, seconds: float) -> Times:
     return times
 
 
-def demoted(daemon: Daemon) -> int:
+def counted(daemon: Daemon, name: str) -> int:
     counters: dict[str, Any] = daemon.status()["counters"]
-    return int(counters.get("demoted_blocks", 0))
+    return int(counters.get(name, 0))
 
 
 def wait_until_quiet(daemon: Daemon) -> None:
     seen = -1
-    while seen != (seen := demoted(daemon)):
+    while seen != (seen := counted(daemon, "demoted_blocks")):
         time.sleep(QUIET_S)
 
 
 # ---- other processes
 
 
-def storer(connection: Connection, path: str) -> None:
-    """Stores chains without pause between "go" and "stop", and then says how many blocks and how long."""
+def worker(connection: Connection, path: str) -> None:
+    """Stores chains without pause from "store" to "stop", and loads them from "load" to "stop", the oldest first."""
     source = np.random.default_rng(1).integers(0, 256, BLOCK, np.uint8)
+    stored: deque[bytes] = deque(maxlen=REMEMBERED)
     with session(path, namespace(GROUP)) as attached:
         connection.send("attached")
         while True:
-            connection.recv()
+            step = load if connection.recv() == "load" else store
             connection.send("going")
-            count, start = 0, time.perf_counter()
             while not stop_asked(connection):
-                chain = os.urandom(CHAIN * HASH_BYTES)
-                reservation = attached.reserve(chain, request=chain[:8])
-                with attached.copying(reservation) as pools:
-                    for page in reservation.pages.tolist():
-                        np.copyto(pools[0].slot(page, BLOCK), source)
-                count += attached.commit(reservation.lease, reservation.blocks).ready
+                step(attached, stored, source)
             connection.recv()
-            connection.send((count, time.perf_counter() - start))
+            connection.send("stopped")
+
+
+def store(attached: Session, stored: deque[bytes], source: NDArray[np.uint8]) -> None:
+    chain = os.urandom(CHAIN * HASH_BYTES)
+    reservation = attached.reserve(chain, request=chain[:8])
+    with attached.copying(reservation) as pools:
+        for page in reservation.pages.tolist():
+            np.copyto(pools[0].slot(page, BLOCK), source)
+    attached.commit(reservation.lease, reservation.blocks)
+    stored.append(chain)
+
+
+def load(attached: Session, stored: deque[bytes], into: NDArray[np.uint8]) -> None:
+    """The one that was not used for the longest: it has left DRAM, which is smaller than what is remembered."""
+    chain = stored.popleft()
+    stored.append(chain)
+    match = attached.lookup(chain, request=chain[:8])
+    if match.matched:
+        loaded = attached.load(match.lease, match.matched, wait_ms=2000)
+        with attached.copying(loaded) as pools:
+            for page in loaded.pages.tolist():
+                np.copyto(into, pools[0].slot(page, BLOCK))
+        attached.release(match.lease)
 
 
 class _Echo(asyncio.Protocol):

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -181,24 +181,37 @@ def pool_size(size: int) -> str:
 
 
 class Daemon:
-    """A `kvcascade serve` process with its whole pool online. Use as a context manager; leaving it proves `check`."""
+    """A `kvcascade serve` process with its whole pool online. Use as a context manager; leaving it proves `check`.
 
-    def __init__(self, bench: Bench, name: str, *flags: str) -> None:
+    `command` stands in its place, with the same flags; `environment` is added to ours.
+    """
+
+    def __init__(
+        self,
+        bench: Bench,
+        name: str,
+        *flags: str,
+        command: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._directory = bench.directory / name
         self._say = bench.say
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
         self.socket = str(bench.sockets / f"{name}.sock")
         self._command = [
-            *(str(Path(sys.executable).with_name("kvcascade")), "serve", "--socket", self.socket),
-            *("--daemon-seed", SEED, "--dram-lock", "false", *flags),
+            *(command or (str(Path(sys.executable).with_name("kvcascade")), "serve")),
+            *("--socket", self.socket, "--daemon-seed", SEED, "--dram-lock", "false", *flags),
         ]
+        self._environment = {**os.environ, **(environment or {})}
         self._log = self._directory / "log"
         self._client = Client(self.socket)
 
     def __enter__(self) -> Self:
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment
+            )
         self.pid = self._process.pid
         try:
             self._wait_online()

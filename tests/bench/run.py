@@ -28,6 +28,7 @@ SUBJECTS = {
     "control": "round trips under load",
     "disk": "the disk tier against raw O_DIRECT",
     "disk_chains": "small blocks of a chain on disk; a start with a million of them",
+    "trouble": "hits in DRAM while the disk hangs; what the ledger costs",
     "hashing": "block hashes against cbor2 and hashlib",
 }
 
