@@ -77,8 +77,17 @@ def run(bench: Bench) -> list[Row]:
     rows = []
     for way, what in (("store", "stores and cleaner at full speed"), ("load", "loads from disk at full speed")):
         rows += compare(f"control round trip, {what}", "daemon", times["idle"], times[way], 3.0)
-        rows += compare(
-            f"the same against a bare uvloop server beside it, {way}s", "bare", times["idle"], times[way], None
+        rows += compare(f"a bare uvloop server beside it, {what}", "bare", times["idle"], times[way], None)
+        ours, bare = (growth(which, times["idle"], times[way]) for which in ("daemon", "bare"))
+        rows.append(
+            Row(
+                f"control round trip, {what}: what the p99 grows by / what the bare server's does",
+                statistics.median(ours),
+                "x",
+                statistics.median(bare),
+                statistics.median(o / b for o, b in zip(ours, bare, strict=True)),
+                ratio_below(3.0),
+            )
         )
     return rows
 
