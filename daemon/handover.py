@@ -4,8 +4,9 @@ The new daemon (`kvcascade serve --takeover`, a `Successor`) asks the running on
 the control socket; one request a step, answered when the step is done:
 
     begin    who may (this user alone), both sides' formats, the pool's memfd; the new one checks its settings
-    freeze   the old one grants no more slots, waits a moment for stores under way, stops reading requests (they
-             wait in the sockets), lets its transfers end and gives the disk's directory free
+    freeze   the old one grants no more slots, waits a moment for stores under way, lets its transfers end, stops
+             reading requests (they wait in the sockets) and gives the disk's directory free; refused while a drive
+             does not answer
     read     namespaces, the blocks in DRAM, and the slots that somebody may still be writing, in bounded pieces;
              the new one opens the disk, builds its index and proves it
     commit   the old one voids all generations and gives its lock and its listening socket
@@ -38,6 +39,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvcascade.config import VERSION
 from kvcascade.config.errors import CascadeError, ConfigError, DaemonUnavailable, ProtocolError, Refused
 from kvcascade.config.settings import Settings, format_bytes
+from kvcascade.tiers.drives import Drives
 from kvcascade.tiers.memory import SharedMemory
 from kvcascade.tiers.namespace import Namespace
 
@@ -61,6 +63,7 @@ STORES_S: Final = 0.5  # for stores under way to be committed
 TRANSFERS_S: Final = 10.0  # for copies and disk IO under way
 FROZEN_S: Final = 120.0  # for the new daemon to read, open the disk and build its index
 STEP_S: Final = 60.0  # the new daemon's patience with one step
+OPEN_S: Final = 10.0  # the new daemon's patience with a drive: the old one stands still meanwhile
 REOPEN_S: Final = 2.0  # how long the old one waits for its disk before it goes on without, for a while
 RETRY_S: Final = 0.05
 RETRY_MOST_S: Final = 5.0
@@ -106,7 +109,7 @@ class Predecessor:
         self._state = _State.BEGUN
         self._task: asyncio.Task[None] | None = None
         self._overdue: asyncio.TimerHandle | None = None
-        self._disk_closed = False
+        self._closed_disk: Drives | None = None  # or told to close
         self._spaces: list[Space] = []
         self._pieces: list[tuple[Space, U32]] = []
         self._late: list[tuple[int, Reservation]] = []  # (number of the attachment, reservation)
@@ -182,16 +185,20 @@ class Predecessor:
         daemon = self._daemon
         loop = asyncio.get_running_loop()
         try:
+            hung = None if daemon.residency.disk is None else daemon.residency.disk.hangs
+            if hung is not None:
+                # What it reads may still arrive in slots that the new daemon would hand on.
+                raise Refused(f"takeover: {hung}; when it answers, or when the daemon is restarted")
             daemon.handing_over = True
             await daemon.stores_end(STORES_S)
+            await self._pause(TRANSFERS_S)
             await daemon.freeze(but=self.session)
             if daemon.cluster is not None and not await daemon.cluster.pause(TRANSFERS_S):
                 raise Refused(f"takeover: what is sent to Redis has not ended within {TRANSFERS_S:g} s")
-            if not await daemon.transfer.pause(TRANSFERS_S):
-                raise Refused(f"takeover: transfers have not ended within {TRANSFERS_S:g} s")
+            await self._pause(STORES_S)  # for what was asked meanwhile
             disk, daemon.residency.disk = daemon.residency.disk, None
             if disk is not None:
-                self._disk_closed = True
+                self._closed_disk = disk
                 if not await disk.close(TRANSFERS_S):
                     raise Refused(f"takeover: the disk has not answered within {TRANSFERS_S:g} s")
             self._take_stock()
@@ -206,6 +213,10 @@ class Predecessor:
             self._state = _State.FROZEN
             self._overdue = loop.call_later(FROZEN_S, self.session.kill)
             self.session.reply(correlation, {name: len(what) for name, what in self._parts().items()})
+
+    async def _pause(self, timeout: float) -> None:
+        if not await self._daemon.transfer.pause(timeout):
+            raise Refused(f"takeover: transfers have not ended within {timeout:g} s")
 
     def _take_stock(self) -> None:
         daemon = self._daemon
@@ -287,8 +298,8 @@ class Predecessor:
             self._overdue.cancel()
         if freezing is not None:
             await asyncio.wait([freezing])
-        if self._disk_closed:
-            daemon.reopen_disk()
+        if self._closed_disk is not None:
+            daemon.reopen_disk(self._closed_disk)
             await daemon.disk_is_back(REOPEN_S)
         daemon.transfer.resume()
         if daemon.cluster is not None:

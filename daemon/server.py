@@ -32,7 +32,7 @@ from kvcascade.config.settings import Settings, bytes_of, format_bytes
 from kvcascade.tiers.block import CRYPTOGRAPHIC, default_seed, hash_self_test, none_hash
 from kvcascade.tiers.disk import DiskTier, Recovery
 from kvcascade.tiers.dram import DramTier
-from kvcascade.tiers.drives import Drives
+from kvcascade.tiers.drives import OPEN_SECONDS, Drives
 from kvcascade.tiers.folder import Folder
 from kvcascade.tiers.hbm import HbmTier
 from kvcascade.tiers.ledger import Ledger
@@ -43,7 +43,7 @@ from kvcascade.tiers.slots import PooledMemory, Progress
 from . import protocol
 from .cache import Cache
 from .cluster import Cluster
-from .handover import RETRY_MOST_S, RETRY_S, Absent, Listener, Orphaned, Predecessor, Successor, Withheld
+from .handover import OPEN_S, RETRY_MOST_S, RETRY_S, Absent, Listener, Orphaned, Predecessor, Successor, Withheld
 from .keeper import LEDGER, POOL, Keeper, Remains
 from .protocol import POOL_DRAM, POOL_HBM
 from .residency import Residency
@@ -152,7 +152,7 @@ class Daemon:
             dram, hbm = self._open_pools(stack, predecessor or remains)
             if predecessor is not None:
                 await predecessor.freeze()
-            disk, recovery = await self._open_disk(stack)
+            disk, recovery = await self._open_disk(stack, OPEN_SECONDS if predecessor is None else OPEN_S)
             self.residency = residency = Residency(settings, dram=dram, hbm=hbm, disk=disk)
             stack.push_async_callback(self._end_reopening)
             earlier = predecessor or remains
@@ -331,8 +331,8 @@ class Daemon:
             log.info("dram %s", progress)
         self.residency.grew()
 
-    async def _open_disk(self, stack: AsyncExitStack) -> tuple[Drives | None, Recovery | None]:
-        disk = self._disk()
+    async def _open_disk(self, stack: AsyncExitStack, patience: float) -> tuple[Drives | None, Recovery | None]:
+        disk = self._disk(patience)
         if disk is None:
             return None, None
         log.info("opening disk directories=%s", ",".join(map(str, self.settings.disk.directory)))
@@ -340,7 +340,7 @@ class Daemon:
         stack.push_async_callback(self._close_disk, disk)
         return disk, recovery
 
-    def _disk(self) -> Drives | None:
+    def _disk(self, patience: float = OPEN_SECONDS) -> Drives | None:
         settings = self.settings.disk
         if not settings.directory:
             return None
@@ -357,7 +357,7 @@ class Daemon:
                     folder=self._folder,
                 )
             )
-        return Drives(drives)
+        return Drives(drives, patience=patience)
 
     async def _close_disk(self, disk: Drives) -> None:
         if not await disk.close(max(1.0, self.settings.daemon.drain_deadline)):
@@ -572,17 +572,24 @@ class Daemon:
             session.thaw()
         self._listener.start()
 
-    def reopen_disk(self) -> None:
-        """Opens the disk anew, when its directory has become free: another daemon had it for a while."""
-        self._reopening = asyncio.create_task(self._reopen_disk(), name="reopen disk")
+    def reopen_disk(self, before: Drives) -> None:
+        """Opens the disk anew, when its directory has become free: another daemon had it for a while.
+
+        `before`: as it was open, and may not be closed yet where a device does not answer.
+        """
+        self._reopening = asyncio.create_task(self._reopen_disk(before), name="reopen disk")
 
     async def disk_is_back(self, timeout: float) -> None:
         """Waits until it is, or for `timeout` seconds: the daemon can do without for longer."""
         if self._reopening is not None:
             await asyncio.wait([self._reopening], timeout=timeout)
 
-    async def _reopen_disk(self) -> None:
+    async def _reopen_disk(self, before: Drives) -> None:
         pause = RETRY_S
+        while not await before.close(pause):
+            self.hung = True
+            pause = min(2 * pause, RETRY_MOST_S)
+        self.hung = False
         while True:
             disk = self._disk()
             assert disk is not None

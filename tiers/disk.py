@@ -525,6 +525,11 @@ class DiskTier:
         """Why the tier is sick."""
         return self._away or self._stalled() or self._writes.reason or self._reads.reason
 
+    @property
+    def hangs(self) -> str | None:
+        """Why it cannot be waited for: a call has not ended for long."""
+        return self._stalled()
+
     def _stalled(self) -> str | None:
         threads = (self._workers, self._syncer, self._watcher)
         busy = [workers.longest() for workers in threads if workers is not None]

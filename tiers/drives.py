@@ -317,6 +317,12 @@ class Drives:
         return self._out.get(number) or self._drives[number].reason
 
     @property
+    def hangs(self) -> str | None:
+        """Which drives do not answer, if any: what is under way there cannot be waited for."""
+        hung = [(drive, drive.hangs) for number, drive in enumerate(self._drives) if number not in self._out]
+        return "; ".join(f"{drive.directory}: {reason}" for drive, reason in hung if reason is not None) or None
+
+    @property
     def writable(self) -> bool:
         """Whether any drive would try a write now."""
         return not self._closed and bool(self._writable())

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from engines.faulty_daemon import Rules
 from engines.scripted import EngineError, eventually, prompt
 
 from kvcascade.config.errors import CascadeError, DaemonUnavailable, Refused
@@ -28,7 +29,7 @@ STEPS = ("begin", "freeze", "read", "commit", "serving")
 def successor(daemon, *wrapper, **flags) -> Iterator[subprocess.Popen[str]]:
     """`kvcascade serve --takeover` with the flags of a running daemon, some of them changed."""
     chosen = {**daemon.flags, **{f"--{name.replace('_', '-')}": value for name, value in flags.items()}}
-    command = [*(wrapper or [KVCASCADE]), "serve", "--takeover", *(part for pair in chosen.items() for part in pair)]
+    command = [*(wrapper or [KVCASCADE, "serve"]), "--takeover", *(part for pair in chosen.items() for part in pair)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVCASCADE_")}
     with daemon.log.open("a") as log:
         process = subprocess.Popen([str(part) for part in command], stderr=log, stdout=log, text=True, env=environment)
@@ -284,7 +285,7 @@ def refused(daemon, **flags):
     """A takeover that must fail: the exit code and what it says."""
     before = daemon.log.read_text()
     with successor(daemon, **flags) as new:
-        code = new.wait(20)
+        code = new.wait(60)
     return code, daemon.log.read_text().removeprefix(before)
 
 
@@ -389,13 +390,18 @@ sys.exit(cli.main(sys.argv[3:]))
 """
 
 
+def killed(side, step, program=KILLED):
+    """The command of a daemon that ends at a step of the takeover."""
+    return [sys.executable, "-P", "-c", program, side, step, "serve"]
+
+
 @pytest.mark.parametrize("step", ["begin", "freeze", "read", "commit"])
 def test_a_new_daemon_that_is_killed_at_a_step_leaves_the_old_one_serving(daemon, start_engine, step):
     engine = start_engine(daemon)
     engine.store(prompt("a", 16))
     engine.reserve(prompt("b", 4))
     boot = daemon.status()["boot"]
-    with successor(daemon, sys.executable, "-P", "-c", KILLED, "new", step) as new:
+    with successor(daemon, *killed("new", step)) as new:
         assert new.wait(20) == -signal.SIGKILL
     eventually(lambda: _status(daemon)["pid"] == daemon.pid)
     expect_undisturbed(daemon, engine, prompt("a", 16), boot)
@@ -409,7 +415,7 @@ def test_an_old_daemon_that_is_killed_at_a_step_is_succeeded_all_the_same(daemon
     engine = start_engine(daemon)
     engine.store(prompt("a", 16))
     daemon.restart()  # so that the blocks lie on disk
-    with successor(daemon, sys.executable, "-P", "-c", KILLED, "old", step) as doomed:
+    with successor(daemon, *killed("old", step)) as doomed:
         assert daemon.process.wait(20) == 0
         daemon.process = doomed
         eventually(lambda: _status(daemon)["pid"] == doomed.pid)
@@ -507,6 +513,133 @@ def test_takeovers_under_load_lose_nothing_that_was_committed_and_tell_no_lie(st
         eventually(lambda: fetched(kept, prompt("kept", 8))["loaded"] == 8)
 
 
+# ---- a disk that hangs
+
+
+@pytest.fixture
+def rules(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    return Rules(tmp_path / "rules")
+
+
+def disk_of(daemon):
+    return next((tier for tier in daemon.status()["tiers"] if tier["name"] == "disk"), None)
+
+
+def on_two_drives(start_daemon, start_engine, rules, tmp_path):
+    """A daemon whose drives obey `rules`, and an engine with 16 blocks that are durable."""
+    daemon = start_daemon(command=rules.command, disk=f"{tmp_path / 'a'}, {tmp_path / 'b'}",
+                          disk_write_policy="through", daemon_drain_deadline="2s")  # fmt: skip
+    engine = start_engine(daemon)
+    engine.store(prompt("a", 16))
+    eventually(lambda: disk_of(daemon)["blocks"] == 16)
+    return daemon, engine
+
+
+def forget_half(engine):
+    lease = engine.lookup(prompt("a", 16))["lease"]
+    engine.failed(lease, [8])
+    engine.release(lease)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "write slab-* hang 0",
+        pytest.param("read slab-* hang 0", marks=pytest.mark.stress),
+        pytest.param("sync * hang 0", marks=pytest.mark.stress),
+    ],
+)
+def test_while_a_drive_hangs_the_old_daemon_carries_on_and_hands_over_when_it_answers(
+    start_daemon, start_engine, rules, tmp_path, what
+):
+    daemon, engine = on_two_drives(start_daemon, start_engine, rules, tmp_path)
+    boot = daemon.status()["boot"]
+    rules.set(*(what.replace(" ", " a/", 1), what.replace(" ", " b/", 1)))
+    engine.store(prompt("late", 8))
+    if what.startswith("read"):
+        # Blocks that are on disk alone: what is asked for next hangs.
+        for number in range(60):
+            engine.store(prompt(f"b {number}", 40))
+        engine.begin("fetch", prompt("a", 16), wait_ms=100)
+        engine.result(60)
+    for _ in range(2):  # at once, and after its state is known
+        code, said = refused(daemon)
+        assert (code, "takeover" in said) == (4, True), said
+        eventually(lambda: _status(daemon)["pid"] == daemon.pid)
+        assert daemon.status()["boot"] == boot
+        assert fetched(engine, prompt("late", 8))["foreign"] == 0
+        assert daemon.check() == []
+        eventually(lambda: disk_of(daemon)["state"] == "sick", 30)
+    assert "no answer" in said
+    rules.set()
+    eventually(lambda: disk_of(daemon)["state"] == "ok", 60)
+    assert take_over(daemon) == 0
+    assert fetched(engine, prompt("late", 8))["foreign"] == 0
+    assert fetched(engine, prompt("a", 16)) | {"tiers": []} == {"matched": 16, "loaded": 16, "foreign": 0, "tiers": []}
+
+
+def test_a_disk_that_hangs_as_it_is_handed_over_is_the_old_daemons_again_once_it_answers(
+    start_daemon, start_engine, rules, tmp_path
+):
+    daemon, engine = on_two_drives(start_daemon, start_engine, rules, tmp_path)
+    # The records of what is forgotten are all that is left to be written.
+    rules.set("sync journal-* hang 0")
+    forget_half(engine)
+    code, said = refused(daemon)
+    assert (code, "takeover: the disk has not answered" in said) == (4, True), said
+    eventually(lambda: _status(daemon)["pid"] == daemon.pid)
+    assert disk_of(daemon) is None
+    assert fetched(engine, prompt("a", 8))["tiers"] == [1] * 8
+    rules.set()
+    eventually(lambda: disk_of(daemon) is not None and disk_of(daemon)["state"] == "ok", 60)
+    assert daemon.check() == []
+    engine.store(prompt("b", 8))
+    eventually(lambda: disk_of(daemon)["blocks"] == 16)
+    assert take_over(daemon) == 0
+
+
+def test_a_daemon_whose_closed_disk_hangs_ends_when_it_is_told_to(start_daemon, start_engine, rules, tmp_path):
+    daemon, engine = on_two_drives(start_daemon, start_engine, rules, tmp_path)
+    rules.set("sync journal-* hang 0")
+    forget_half(engine)
+    assert refused(daemon)[0] == 4
+    eventually(lambda: _status(daemon)["pid"] == daemon.pid)
+    assert daemon.stop() == 0
+
+
+def test_a_drive_that_hangs_for_the_new_daemon_alone_is_left_out_and_joins_later(
+    start_daemon, start_engine, rules, tmp_path
+):
+    daemon, engine = on_two_drives(start_daemon, start_engine, rules, tmp_path)
+    others = Rules(tmp_path / "the successor's rules")
+    others.set_quietly("read a/* hang 0")
+    old, daemon.command = daemon.process, others.command
+    daemon.start_takeover()
+    assert old.wait(20) == 0
+    assert disk_of(daemon)["state"] == "sick"
+    assert f"{tmp_path / 'a'}: " in disk_of(daemon)["reason"]
+    assert fetched(engine, prompt("a", 16))["tiers"] == [1] * 16
+    engine.store(prompt("b", 16))
+    others.set()
+    eventually(lambda: disk_of(daemon)["state"] == "ok", 60)
+    assert daemon.check() == []
+
+
+def test_a_disk_that_hangs_for_the_new_daemon_as_a_whole_leaves_the_old_one_serving(
+    start_daemon, start_engine, rules, tmp_path
+):
+    daemon, engine = on_two_drives(start_daemon, start_engine, rules, tmp_path)
+    boot = daemon.status()["boot"]
+    others = Rules(tmp_path / "the successor's rules")
+    others.set_quietly("read * hang 0")
+    with successor(daemon, *others.command) as new:
+        assert new.wait(60) == 4
+    eventually(lambda: _status(daemon)["pid"] == daemon.pid)
+    eventually(lambda: disk_of(daemon) is not None, 30)
+    expect_undisturbed(daemon, engine, prompt("a", 16), boot)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 def test_another_users_process_is_refused_though_it_may_connect(daemon):
     for path in (daemon.directory, daemon.socket.parent, daemon.socket):
@@ -528,7 +661,7 @@ def test_a_new_daemon_that_is_told_to_end_before_the_commit_point_leaves_the_old
     engine = start_engine(daemon)
     engine.store(prompt("a", 16))
     boot = daemon.status()["boot"]
-    with successor(daemon, sys.executable, "-P", "-c", KILLED.replace("SIGKILL", "SIGTERM"), "new", "read") as new:
+    with successor(daemon, *killed("new", "read", KILLED.replace("SIGKILL", "SIGTERM"))) as new:
         assert new.wait(20) == 4
     eventually(lambda: _status(daemon)["pid"] == daemon.pid)
     expect_undisturbed(daemon, engine, prompt("a", 16), boot)
@@ -538,7 +671,7 @@ def test_a_new_daemon_that_stands_still_is_given_up_after_a_while(daemon):
     # As the one before, but nobody ends it: the old one does not stand still for ever.
     patience = KILLED.replace("side, step = sys.argv[1:3]", 'side, step = "", ""; handover.FROZEN_S = 0.5')
     doomed = daemon.process
-    with successor(daemon, sys.executable, "-P", "-c", patience, "", "") as impatient:
+    with successor(daemon, *killed("", "", patience)) as impatient:
         assert doomed.wait(20) == 0
         daemon.process = impatient
         eventually(lambda: _status(daemon)["pid"] == impatient.pid)
@@ -561,7 +694,7 @@ def test_after_a_takeover_that_failed_the_disk_is_as_it_was(start_daemon, start_
         eventually(lambda: dram(daemon)["dirty"] == 0)
     before = daemon.status()["index"]["blocks"]
     for _ in range(2):
-        with successor(daemon, sys.executable, "-P", "-c", KILLED, "new", step) as new:
+        with successor(daemon, *killed("new", step)) as new:
             assert new.wait(20) == -signal.SIGKILL
         eventually(lambda: _status(daemon)["pid"] == daemon.pid)
         assert daemon.check() == []
@@ -590,7 +723,7 @@ def test_failed_takeovers_leave_no_descriptor_behind(daemon, start_engine):
 
     before = eventually(lambda: daemon.status()["index"]["blocks"] and descriptors())
     for step in ("begin", "read", "commit"):
-        with successor(daemon, sys.executable, "-P", "-c", KILLED, "new", step) as new:
+        with successor(daemon, *killed("new", step)) as new:
             assert new.wait(20) == -signal.SIGKILL
         eventually(lambda: _status(daemon)["pid"] == daemon.pid)
         eventually(lambda: descriptors() <= before)

@@ -23,8 +23,9 @@ from kvcascade.tiers.folder import Buffer, Folder, Space
 class Fault:
     """What happens to an operation: `write`, `read`, `sync`, `open`, `rename`, `unlink`, `names`, `allocate`, `stat`.
 
-    `what`: an errno's name, "short", "flip", "hang", "kill" (before), "torn kill" (after half of it) or "late kill"
-    (after all of it). `skip`: so many pass first; `times`: so many are struck, all without a number. `done` counts.
+    `name`: a pattern of file names, or of directory/file. `what`: an errno's name, "short", "flip", "hang", "kill"
+    (before), "torn kill" (after half of it) or "late kill" (after all of it). `skip`: so many pass first; `times`: so
+    many are struck, all without a number. `done` counts.
     """
 
     operation: str
@@ -85,7 +86,8 @@ class Faults:
 
     @staticmethod
     def _strikes(rule: Fault, operation: str, name: str, span: range) -> bool:
-        if rule.operation != operation or not fnmatch.fnmatch(name, rule.name):
+        known = name if "/" in rule.name else name.rpartition("/")[2]
+        if rule.operation != operation or not fnmatch.fnmatch(known, rule.name):
             return False
         if rule.at is not None and rule.at not in span:
             return False
@@ -113,13 +115,14 @@ class FaultyFolder(Folder):
         self._names: dict[int, str] = {}
 
     def _strike(self, operation: str, name: str) -> str | None:
-        return self._faults.strike(operation, name)
+        return self._faults.strike(operation, f"{self.path.name}/{name}")
 
     def _strike_transfer(self, operation: str, fd: int, buffers: Sequence[Buffer], offset: int) -> str | None:
         length = sum(memoryview(one).nbytes for one in buffers)
         if not self._faults.direct and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return self._faults.strike(operation, self._names.get(fd, ""), range(offset, offset + length))
+        name = f"{self.path.name}/{self._names.get(fd, '')}"
+        return self._faults.strike(operation, name, range(offset, offset + length))
 
     def _after(self, what: str | None) -> None:
         if what == "late kill":

@@ -1,6 +1,6 @@
 """A real daemon whose disk obeys rules of faults: a program, and what a test needs to start and to instruct it.
 
-    python faulty_daemon.py RULES FLAG VALUE ...
+    python faulty_daemon.py RULES [--takeover] FLAG VALUE ...
 
 RULES is a file with a rule a line, `operation name what skip` (see engines/faults.py), read again whenever it changes;
 the flags are those of `kvcascade serve`. An empty file makes the disk well again, and lets go what hangs.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from engines.faults import Faults
 
+from kvcascade.config.errors import CascadeError
 from kvcascade.config.load import load_settings
 from kvcascade.daemon.server import run
 
@@ -60,10 +61,17 @@ def _obey(path: Path, faults: Faults) -> None:
 
 def main() -> int:
     rules, flags = Path(sys.argv[1]), sys.argv[2:]
+    takeover = "--takeover" in flags
+    if takeover:
+        flags.remove("--takeover")
     faults = Faults()
     threading.Thread(target=_obey, args=(rules, faults), daemon=True).start()
     named = {name.removeprefix("--"): value for name, value in zip(flags[::2], flags[1::2], strict=True)}
-    return run(load_settings(environ=os.environ, flags=named), folder=faults.folder)
+    try:
+        return run(load_settings(environ=os.environ, flags=named), folder=faults.folder, takeover=takeover)
+    except CascadeError as error:
+        print(f"kvcascade: {error}", file=sys.stderr)
+        return 4
 
 
 if __name__ == "__main__":
