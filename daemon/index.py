@@ -37,6 +37,7 @@ _NO_ENTRY = np.uint64(0xFFFFFFFE)  # no row is so large
 # At most a quarter of the table is used: of 1,024 keys 0.03 lie beyond these, 2.4 would lie beyond 4.
 _FIRST_PLACES = np.arange(8, dtype=np.uint64)[:, np.newaxis]
 _MIX = 0x9E3779B97F4A7C15
+_FIRST = 1 << 40  # so that there is room below for older blocks that come later
 _LATEST = np.uint64(1 << 62)  # a recorded stamp beyond it is taken for it: new ones must stay larger
 
 
@@ -131,7 +132,8 @@ class Index:
         self.tokens = TokenStore()
         self.count = 0  # rows in the table: PENDING and READY
         self.doomed = 0
-        self._clock = 0  # the last stamp given
+        self._clock = _FIRST  # the last stamp given
+        self._first = _FIRST  # no block's is lower
         self._high = 0  # rows [0, high) have been used at some time
         self._free = np.zeros(capacity, dtype=np.uint32)
         self._free_count = 0
@@ -217,12 +219,14 @@ class Index:
         self._link(rows)
         return rows
 
-    def insert_bulk(self, spaces: U32, keys: U64, parents: U64, has_parent: Mask, stamps: U64) -> U32:
+    def insert_bulk(
+        self, spaces: U32, keys: U64, parents: U64, has_parent: Mask, stamps: U64, *, oldest: bool = False
+    ) -> U32:
         """Adds many READY blocks at once (recovery), with `parents` their parents' keys (n, 4).
 
-        The index must be empty of these spaces. Returns rows, NO_ROW for those not kept: a second record of a key, or a
-        block whose chain has a hole above it or no beginning. Stamps are repaired where needed, so that a parent's is
-        larger than its children's.
+        The keys must be absent. Returns rows, NO_ROW for those not kept: a second record of a key, or a block whose
+        chain has a hole above it or no beginning. Stamps are repaired where needed, so that a parent's is larger than
+        its children's; they become the newest of all, or the `oldest`. About a second for 10^6 blocks.
         """
         count = len(keys)
         rows = self._take_rows(count)
@@ -247,14 +251,15 @@ class Index:
         freed, _ = self.remove(gone)
         kept = self.state[rows] == RowState.READY
         self.recycle(freed)
-        self._restamp(rows[kept], stamps[kept])
+        self._restamp(rows[kept], stamps[kept], oldest)
         return np.where(kept, rows, np.uint32(NO_ROW)).astype(np.uint32)
 
-    def _restamp(self, rows: U32, stamps: U64) -> None:
-        """Gives `rows` fresh stamps in the order of `stamps`, each parent after its newest descendant."""
+    def _restamp(self, rows: U32, stamps: U64, oldest: bool) -> None:
+        """Gives `rows`, of which none has a child that is not among them, fresh stamps in the order of `stamps`, each
+        parent after its newest descendant."""
         stamps = np.minimum(stamps, _LATEST)
-        # Later than all that was ever recorded: what the next start finds is in order, whichever start wrote it.
-        self._clock = max(self._clock, int(stamps.max(initial=0)))
+        among = np.zeros(self._high, dtype=np.bool_)
+        among[rows] = True
         self.stamp[rows] = stamps
         depth = self.depth(rows)
         by_depth = rows[np.argsort(-depth, kind="stable")]
@@ -262,10 +267,18 @@ class Index:
         for level in np.split(by_depth, levels):
             parents = self.parent[level]
             have = parents != NO_ROW
+            have[have] = among[parents[have]]
             np.maximum.at(self.stamp, parents[have], self.stamp[level[have]])
         order = np.lexsort((-depth, self.stamp[rows]))
-        self.stamp[rows[order]] = np.arange(self._clock + 1, self._clock + 1 + len(rows), dtype=np.uint64)
-        self._clock += len(rows)
+        if oldest:
+            self._first -= len(rows)
+            first = self._first
+        else:
+            # Later than all that was ever recorded: what the next start finds is in order, whichever start wrote it.
+            self._clock = max(self._clock, int(stamps.max(initial=0)))
+            first = self._clock + 1
+            self._clock += len(rows)
+        self.stamp[rows[order]] = np.arange(first, first + len(rows), dtype=np.uint64)
 
     def depth(self, rows: U32) -> npt.NDArray[np.int64]:
         """Blocks above each row in its chain, -1 where it has no beginning; by pointer doubling: O(n log depth)."""

@@ -15,6 +15,7 @@ The rules that hold throughout, proved by `check()`:
   when the cleaner fell behind, oldest leaves first. Disk keeps its copy of what comes back up.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
@@ -37,6 +38,8 @@ from .index import NO_ROW, NO_SLOT, U8, U32, U64, Index, Mask, RowState, pack_ke
 from .plans import Demotion, Move, Promotion, Recovered, Slots, Space, Warm
 from .protocol import POOL_DRAM, POOL_HBM, Tier, decode_body
 from .sizeclass import NEVER, SizeClass
+
+log = logging.getLogger("kvcascade.residency")
 
 DEMOTION_BATCH_BYTES = 32 << 20
 DEMOTION_BATCH_BLOCKS = 256  # describing a batch costs the loop some 3 us a block
@@ -776,6 +779,28 @@ class Residency:
             index.keep_tokens(rows[told], warm.tokens[told[warm.has_tokens]])
         return len(mine)
 
+    def join(self, recovery: Recovery) -> int:
+        """A drive that was left out is there, and holds these blocks; how many are kept. They count as the oldest.
+
+        A block is kept where it has no other copy on disk and the whole chain above it is here. The slots of the others
+        are freed.
+        """
+        disk = self._recovered(recovery)
+        rows = self._find(disk)
+        new = rows == NO_ROW
+        rows[new] = self.index.insert_bulk(
+            disk.space[new], disk.keys[new], disk.parents[new], disk.has_parent[new], disk.stamps[new], oldest=True
+        )
+        kept = self._attach_disk(disk, rows)
+        self.counters["joined_blocks"] += kept
+        log.warning("blocks of a drive that is back kept=%d given_up=%d", kept, len(recovery) - kept)
+        on_disk = rows[rows != NO_ROW]
+        for size_class in self._classes:
+            mine = on_disk[self.index.size_class[on_disk] == size_class.number]
+            size_class.disk_victims.add(mine)
+            size_class.clean_victims.add(mine[self.index.dram[mine] != NO_SLOT])
+        return kept
+
     def relink(self, disk: Drives, recovery: Recovery) -> None:
         """The directory was closed and is open again, its slots numbered anew: finds the copies of the blocks again.
 
@@ -803,7 +828,9 @@ class Residency:
         """Gives rows their copies on disk, and frees the slots of blocks without a row; how many have one."""
         index = self.index
         # A row that does not exist is FREE: the column's first one lends its place.
-        there = (rows != NO_ROW) & (index.state[np.where(rows != NO_ROW, rows, 0)] == RowState.READY)
+        named = np.where(rows != NO_ROW, rows, 0)
+        there = (rows != NO_ROW) & (index.state[named] == RowState.READY) & (index.disk[named] == NO_SLOT)
+        there &= ~np.isin(rows, list(self._descending))
         first = np.zeros(len(rows), dtype=np.bool_)
         first[np.unique(rows, return_index=True)[1]] = True
         kept = there & first

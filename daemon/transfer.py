@@ -262,7 +262,9 @@ class Transfer:
             was_writable = disk.writable
             self._at_work += 1
             try:
-                await disk.watch(drive)
+                joined = await disk.watch(drive)
+                if joined is not None:
+                    self._residency.join(joined)
                 self._residency.trim_disk()
             except Exception:
                 log.exception("watching failed drive=%d", drive)

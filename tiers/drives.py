@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -376,20 +377,20 @@ class Drives:
 
     # -- watching
 
-    async def watch(self, number: int) -> None:
-        """Look once at a drive (see DiskTier). One that was left out is tried again, and joins empty: the blocks
-        that it holds are given up, because those above them may be gone by now.
+    async def watch(self, number: int) -> Recovery | None:
+        """Look once at a drive (see DiskTier). One that was left out is tried again; what it holds when it joins is
+        told, and those of its slots that are not wanted are the caller's to free.
         """
         drive = self._drives[number]
         if number not in self._out:
             await drive.watch()
-            return
+            return None
         if self._closed or self._clock() < self._retry_at[number]:
-            return
+            return None
         late = self._late.get(number)
         if late is not None:
             if not late.done():
-                return
+                return None
             del self._late[number]
             if late.exception() is None:
                 drive.abandon()
@@ -400,14 +401,14 @@ class Drives:
             recovery = await opener.begin(drive.open)
         except CascadeError as error:
             self._leave_out(number, error)
-            return
+            return None
         del self._openers[number]
         await opener.stop(1.0)
-        drive.free(recovery.slot)
         for fingerprint, descriptor in self._namespaces.items():
             drive.register_namespace(fingerprint, descriptor)
         del self._out[number]
-        _log.warning("drive joined directory=%s blocks_given_up=%d", drive.directory, len(recovery))
+        _log.warning("drive joined directory=%s blocks=%d", drive.directory, len(recovery))
+        return replace(recovery, slot=self._encode(number, recovery.slot))
 
     # -- telling
 

@@ -149,3 +149,89 @@ async def test_a_drive_that_hangs_holds_up_its_own_batches_alone(tmp_path: Path)
     node.expect_sound()
     node.close()
     assert await disk.close()
+
+
+async def test_a_drive_that_was_left_out_at_the_start_comes_back_with_its_blocks(tmp_path: Path) -> None:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    disk, _ = await open_disk(directories, 32 << 20)
+    node = Node(slabs=4, budget=1, low_watermark=0.5, disk=disk)
+    engine = node.engine()
+    chains = [tuple(range(100 * number, 100 * number + 16)) for number in range(6)]
+    for chain in chains:
+        engine.store(chain)
+        await node.demote(everything=True)
+    away = [chain for chain in chains if drives_of(node, engine, chain) == [1] * 16]
+    assert len(away) == 3
+    node.close()
+    assert await disk.close()
+
+    faults, clock = Faults(), Clock()
+    faults.add("names", "*", "EIO")
+    disk = Drives([DiskTier(directories[0], 32 << 20), DiskTier(directories[1], 32 << 20, folder=faults.folder)],
+                  clock=clock)  # fmt: skip
+    recovery = await asyncio.to_thread(disk.open)
+    node = Node(slabs=4, budget=1, low_watermark=0.5, disk=disk)
+    node.residency.adopt([], recovery)
+    engine = node.engine()
+    assert [engine.matched(chain) for chain in away] == [0, 0, 0]
+    # Meanwhile some of them are stored again: the first whole, and on disk; of the second the head, in memory alone.
+    engine.store(away[0])
+    await node.demote(everything=True)
+    engine.store(away[1][:4])
+    engine.store((*away[1][:4], 999))
+    faults.clear()
+    clock.now += 61
+    joined = await disk.watch(1)
+    assert joined is not None
+    assert node.residency.join(joined) == 32
+    node.expect_sound()
+    assert [engine.matched(chain) for chain in chains] == [16] * 6
+    assert node.rows_in(Tier.DISK) == disk.blocks == 6 * 16
+    for chain in away:
+        match = engine.lookup(chain)
+        while await node.promote(engine, match.lease):
+            pass
+        engine.expect_true(chain, engine.load(match.lease))
+        engine.release(match.lease)
+    node.expect_sound()
+    # They are blocks as all others: stored below, demoted, found at the next start.
+    engine.store((*away[2], 7, 8))
+    await node.demote(everything=True)
+    node.close()
+    assert await disk.close()
+    disk, recovery = await open_disk(directories, 32 << 20)
+    node = Node(slabs=4, budget=1, disk=disk)
+    node.residency.adopt([], recovery)
+    assert node.residency.counters["recovery_unreachable_blocks"] == 0
+    assert node.engine().matched((*away[2], 7, 8)) == 18
+    node.expect_sound()
+    node.close()
+    assert await disk.close()
+
+
+async def test_blocks_of_a_drive_that_comes_back_are_given_up_where_their_heads_are_gone(tmp_path: Path) -> None:
+    disk, _ = await open_disk(tmp_path / "a", 32 << 20)
+    node = Node(slabs=4, budget=1, low_watermark=0.5, disk=disk)
+    engine = node.engine()
+    engine.store(tuple(range(16)))
+    await node.demote(everything=True)
+    row = node.residency.index.find(engine.space.number, node.residency.keys(engine.space, engine.hashes((0, 1))))
+    disk.free(node.residency.index.disk[row[1:]])
+    await disk.flush()
+    node.close()
+    assert await disk.close()
+
+    faults, clock = Faults(), Clock()
+    faults.add("names", "*", "EIO", times=1)
+    disk = Drives([DiskTier(tmp_path / "b", 32 << 20), DiskTier(tmp_path / "a", 32 << 20, folder=faults.folder)],
+                  clock=clock)  # fmt: skip
+    recovery = await asyncio.to_thread(disk.open)
+    node = Node(slabs=4, budget=1, low_watermark=0.5, disk=disk)
+    node.residency.adopt([], recovery)
+    clock.now += 61
+    joined = await disk.watch(1)
+    assert joined is not None
+    assert (len(joined), node.residency.join(joined), disk.blocks) == (15, 1, 1)
+    node.expect_sound()
+    node.close()
+    assert await disk.close()

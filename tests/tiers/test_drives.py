@@ -50,10 +50,11 @@ class Array:
             assert await self.drives.close()
             self.drives = None
 
-    async def watch(self) -> None:
+    async def watch(self) -> list[Recovery]:
+        """What drives that joined hold."""
         assert self.drives is not None
-        for number in range(len(self.paths)):
-            await self.drives.watch(number)
+        told = [await self.drives.watch(number) for number in range(len(self.paths))]
+        return [one for one in told if one is not None]
 
 
 @pytest.fixture
@@ -191,7 +192,7 @@ async def test_a_drive_that_hangs_delays_nothing_on_the_others(array: Array) -> 
     array.drives = None
 
 
-async def test_a_drive_that_cannot_be_opened_is_tried_again_and_joins_empty(array: Array) -> None:
+async def test_a_drive_that_cannot_be_opened_is_tried_again_and_joins_with_what_it_holds(array: Array) -> None:
     await array.open()
     assert array.drives is not None
     for batch in range(3):
@@ -212,11 +213,16 @@ async def test_a_drive_that_cannot_be_opened_is_tried_again_and_joins_empty(arra
     assert drives.state == "sick", "it fails still"
     array.faults[1].clear()
     array.clock.now += 61
-    await array.watch()
-    assert (drives.state, drives.blocks) == ("ok", 9)
+    (joined,) = await array.watch()
+    assert (drives.state, drives.blocks, len(joined)) == ("ok", 13, 4)
+    assert drives.lie_on(1, joined.slot).all()
+    for name in (f"{batch} {i}" for batch in range(3) for i in range(4)):
+        if key(name) in whereabouts(joined):
+            assert await fetch(drives, whereabouts(joined)[key(name)], name, LENGTH) is None  # type: ignore[arg-type]
+    drives.free(joined.slot[:2])
     placed = {drive_of(drives, (await put(drives, [f"after {batch} {i}" for i in range(4)]))[0]) for batch in range(3)}
     assert 1 in placed
-    assert len(await array.open()) == 9 + 12
+    assert len(await array.open()) == 11 + 12
 
 
 async def test_a_drive_that_hangs_at_the_start_is_left_out(array: Array) -> None:
@@ -240,7 +246,7 @@ async def test_a_drive_that_hangs_at_the_start_is_left_out(array: Array) -> None
         array.clock.now += 61
         await array.watch()
         await asyncio.sleep(0.01)
-    assert drives.blocks == 9
+    assert drives.blocks == 13
 
 
 async def test_no_drive_at_all_is_a_tier_that_cannot_be_had(array: Array) -> None:
