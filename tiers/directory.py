@@ -12,7 +12,7 @@ import re
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -39,6 +39,7 @@ U32 = npt.NDArray[np.uint32]
 
 FORMAT_VERSION: Final = 1
 DIRECT: Final = "direct"
+_REBUILD: Final = "`kvcascade check DIRECTORY --repair` takes back what its slots prove; or empty it to start afresh"
 _OURS: Final = re.compile(r"slab-\d+\.dat|(journal|snapshot)-\d{8}|namespace-[0-9a-f]{64}")
 
 
@@ -48,6 +49,10 @@ class OldFormat(ConfigError):
     def __init__(self, text: str, version: int) -> None:
         super().__init__(text)
         self.version = version
+
+
+class LostFormat(ConfigError):
+    """A directory that looks like ours, but whose file 'format' is missing or says nothing."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -178,8 +183,8 @@ def lock(folder: Folder) -> int:
 def read_format(folder: Folder, *, create: bool) -> bytes:
     """The id of a directory of our format; an empty one becomes such a directory if `create`.
 
-    Raises OldFormat for one that an earlier version wrote, ConfigError for what is not ours, and OSError when it is the
-    device that fails.
+    Raises OldFormat for one that an earlier version wrote, LostFormat where it may be ours but does not say so,
+    ConfigError for what is not ours, and OSError when it is the device that fails.
     """
     directory = folder.path
     try:
@@ -189,10 +194,12 @@ def read_format(folder: Folder, *, create: bool) -> bytes:
             name for name in folder.names() if name not in ("lock", "lost+found") and not name.endswith(".tmp")
         )
         if strangers or not create:
+            if slab_files(folder):
+                raise LostFormat(f"disk.directory {directory}: 'format' is missing; {_REBUILD}") from None
             what = f"holds {strangers[0]!r} but no file 'format'" if strangers else "has no file 'format'"
             raise ConfigError(f"disk.directory {directory} is not kvcascade's: it {what}; name an empty one") from None
         identity = uuid.uuid4().bytes
-        write_durably(folder, "format", f"kvcascade disk {FORMAT_VERSION}\npage {PAGE}\nid {identity.hex()}\n".encode())
+        _write_format(folder, identity)
         return identity
     except OSError as error:
         if not _is_refusal(error):
@@ -200,7 +207,7 @@ def read_format(folder: Folder, *, create: bool) -> bytes:
         raise ConfigError(f"disk.directory {directory}: 'format' cannot be read: {error.strerror}") from error
     lines = text.splitlines()
     if len(lines) != 3 or not lines[0].startswith("kvcascade disk "):
-        raise ConfigError(f"disk.directory {directory}: 'format' is damaged; empty the directory to start afresh")
+        raise LostFormat(f"disk.directory {directory}: 'format' is damaged; {_REBUILD}")
     version = lines[0].removeprefix("kvcascade disk ")
     if version.isdecimal() and int(version) < FORMAT_VERSION:
         raise OldFormat(
@@ -218,8 +225,12 @@ def read_format(folder: Folder, *, create: bool) -> bytes:
     except ValueError:
         identity = b""
     if len(identity) != 16:
-        raise ConfigError(f"disk.directory {directory}: 'format' is damaged; empty the directory to start afresh")
+        raise LostFormat(f"disk.directory {directory}: 'format' is damaged; {_REBUILD}")
     return identity
+
+
+def _write_format(folder: Folder, identity: bytes) -> None:
+    write_durably(folder, "format", f"kvcascade disk {FORMAT_VERSION}\npage {PAGE}\nid {identity.hex()}\n".encode())
 
 
 def discard_content(folder: Folder) -> int:
@@ -288,8 +299,9 @@ def check_directory(
     Reads records and slot headers; `deep` reads payloads too and compares every checksum. `progress(done, total)` in
     blocks. `repair` writes the records anew, without those that prove false: the report tells what was found before.
     Where records were lost it also looks through all slots, and takes back each block that proves itself whole; among
-    them may be blocks that had been evicted, which are as true as the others. A crash in a repair leaves the directory
-    as it was or repaired. Raises ConfigError for a directory that is not kvcascade's or is in use, naming the process.
+    them may be blocks that had been evicted, which are as true as the others. So it is where 'format' is damaged or
+    missing, which makes all records unreadable. A crash in a repair leaves the directory as it was, repaired, or to be
+    repaired again. Raises ConfigError for a directory that is not kvcascade's or is in use, naming the process.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -297,12 +309,17 @@ def check_directory(
     try:
         folder = open_folder(directory)
         try:
-            if "format" not in folder.names():
+            if "format" not in folder.names() and not (repair and slab_files(folder)):
                 read_format(folder, create=False)
             held = lock(folder)
             try:
-                journal = Journal(folder, read_format(folder, create=False))
-                return _examine(folder, journal, deep, repair, progress)
+                try:
+                    identity = read_format(folder, create=False)
+                except LostFormat as lost:
+                    if not repair:
+                        raise
+                    return _rebuild(folder, lost, progress)
+                return _examine(folder, Journal(folder, identity), deep, repair, progress)
             finally:
                 os.close(held)
         finally:
@@ -335,6 +352,39 @@ def _examine(
         damaged=dict(Counter(reasons.values())),
         examples=examples,
         repaired=repaired,
+    )
+
+
+def _rebuild(folder: Folder, lost: LostFormat, progress: Callable[[int, int], None] | None) -> DirectoryReport:
+    """Make a new format, and records of the blocks that their slots prove: the old ones need the old format's id."""
+    strangers = [
+        name
+        for name in folder.names()
+        if not _OURS.fullmatch(name) and name not in ("lock", "format", "lost+found") and not name.endswith(".tmp")
+    ]
+    if strangers:
+        raise ConfigError(f"{lost}; it cannot be repaired, since it holds {strangers[0]!r}, which is not kvcascade's")
+    identity = uuid.uuid4().bytes
+    journal = Journal(folder, identity)
+    replay = journal.replay()
+    located = locate(folder, replay)
+    found = _unrecorded(folder, replay, located, located.records, progress)
+    if not len(found):
+        raise ConfigError(f"disk.directory {folder.path}: no slot proves a block: empty the directory to start afresh")
+    # In this order: with a new format and none of its records a daemon would start empty.
+    journal.rewrite(found)
+    journal.forget_namespaces({replay.namespaces[int(tag)][0] for tag in np.unique(found["namespace"])})
+    _write_format(folder, identity)
+    after = locate(folder, replace(replay, records=found))
+    return DirectoryReport(
+        blocks=len(found),
+        disk_bytes=int(found["pages"].astype(np.int64).sum()) * PAGE,
+        namespaces=after.namespaces,
+        dropped={},
+        verified=len(found),
+        damaged={},
+        examples=[],
+        repaired=["'format' made anew", f"{len(found)} blocks without a record taken back"],
     )
 
 
@@ -408,18 +458,28 @@ def _repair(folder: Folder, journal: Journal, replay: Replay, located: Located, 
     return done
 
 
-def _unrecorded(folder: Folder, replay: Replay, located: Located, keep: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+def _unrecorded(
+    folder: Folder,
+    replay: Replay,
+    located: Located,
+    keep: npt.NDArray[np.void],
+    progress: Callable[[int, int], None] | None = None,
+) -> npt.NDArray[np.void]:
     """Records for blocks that no record names, and that their slots prove whole."""
     fingerprints = {entry[0] for entry in replay.namespaces.values()}
     known = {(int(r["namespace"]), int(r["group"]), r["hash"].tobytes()) for r in keep}
     found = bytearray()
     scratch = Scratch()
+    done, slots = 0, sum(size // slot_bytes for slot_bytes, size in located.sizes.items())
     for slot_bytes, size in located.sizes.items():
         named = set(keep["index"][keep["pages"] == slot_bytes // PAGE].tolist())
         buffer = np.empty(slot_bytes - PAGE, dtype=np.uint8)
         fd = folder.open(slab_name(slot_bytes), os.O_RDONLY)
         try:
             for index in range(size // slot_bytes):
+                done += 1
+                if progress is not None and (done % 64 == 0 or done == slots):
+                    progress(done, slots)
                 if index in named or _read_page(folder, fd, index * slot_bytes, scratch) is not None:
                     continue
                 header = unpack_header(scratch.headers[0])

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from engines.disk import KIB, MIB, Tiers, fetch, key, read_job, store, whereabouts, write_job
+from engines.disk import KIB, MIB, NS, Tiers, fetch, key, read_job, store, whereabouts, write_job
 from engines.faults import Faults
 
 from kvcascade.config.errors import ConfigError, TierUnavailable
@@ -642,3 +642,49 @@ async def test_a_repair_of_a_sound_directory_changes_nothing(tiers: Tiers) -> No
     before = {path.name: path.read_bytes() for path in tiers.directory.iterdir() if path.name != "lock"}
     assert check_directory(tiers.directory, deep=True, repair=True).repaired == []
     assert {path.name: path.read_bytes() for path in tiers.directory.iterdir() if path.name != "lock"} == before
+
+
+@pytest.mark.parametrize("content", [None, b"", b"kvcascade disk 1\npage 4096\nid 00\n", b"\0" * 60])
+async def test_a_repair_takes_back_what_slots_prove_where_the_format_is_lost(
+    tiers: Tiers, content: bytes | None
+) -> None:
+    await damaged(tiers)
+    file = tiers.directory / "format"
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"'format' is (damaged|missing); `kvcascade check DIRECTORY --repair`"):
+            await tiers.open()
+    with pytest.raises(ConfigError, match="--repair"):
+        check_directory(tiers.directory, deep=False)
+    seen: list[tuple[int, int]] = []
+    report = check_directory(
+        tiers.directory, deep=False, repair=True, progress=lambda done, of: seen.append((done, of))
+    )
+    assert report.repaired == ["'format' made anew", "8 blocks without a record taken back"]
+    assert (report.blocks, report.ok, [entry[0] for entry in report.namespaces]) == (8, True, [NS])
+    assert seen[-1][0] == seen[-1][1]
+    assert check_directory(tiers.directory, deep=True).ok
+    recovery = await tiers.open()
+    assert sorted(whereabouts(recovery)) == sorted(key(name) for name in range(10) if name not in (1, 2))
+    assert tiers.tier is not None
+    for name in (0, 3, 4, 5, 6, 7, 8, 9):
+        assert await fetch(tiers.tier, whereabouts(recovery)[key(name)], name, 10_000) is None
+    await store(tiers.tier, ["after"], 10_000)
+    assert len(await tiers.open()) == 9
+
+
+async def test_a_lost_format_is_not_made_up_where_nothing_proves_to_be_ours(tiers: Tiers) -> None:
+    await damaged(tiers)
+    file = tiers.directory / "format"
+    file.write_bytes(b"nonsense")
+    (tiers.directory / "thesis.tex").write_text("precious")
+    with pytest.raises(ConfigError, match=r"'thesis\.tex', which is not kvcascade's"):
+        check_directory(tiers.directory, deep=False, repair=True)
+    (tiers.directory / "thesis.tex").unlink()
+    (slab,) = tiers.directory.glob("slab-*")
+    slab.write_bytes(bytes(slab.stat().st_size))
+    with pytest.raises(ConfigError, match="no slot proves a block: empty the directory"):
+        check_directory(tiers.directory, deep=False, repair=True)
+    assert file.read_bytes() == b"nonsense"
