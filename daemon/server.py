@@ -41,6 +41,7 @@ from kvcascade.tiers.namespace import Namespace
 from kvcascade.tiers.slots import PooledMemory, Progress
 
 from . import protocol
+from .aside import look_aside
 from .cache import Cache
 from .cluster import Cluster
 from .handover import OPEN_S, RETRY_MOST_S, RETRY_S, Absent, Listener, Orphaned, Predecessor, Successor, Withheld
@@ -102,6 +103,7 @@ class Daemon:
         self._reopening: asyncio.Task[None] | None = None
         self._watched: set[int] = set()  # pidfds on the loop
         self._stop = asyncio.Event()
+        self._checking = asyncio.Lock()  # a process for each that asks would be too many
         self._nothing_reserved = asyncio.Event()  # set by the tick while draining
         self._nothing_stored = asyncio.Event()  # set by the tick while handing over
         self._no_sessions = asyncio.Event()
@@ -659,8 +661,13 @@ class Daemon:
         return describe(self)
 
     def check(self) -> list[str]:
-        """Violations of the invariants; empty when all is well."""
+        """Violations of the invariants; empty when all is well. O(rows), on the loop."""
         return self.cache.check()
+
+    async def check_aside(self) -> list[str]:
+        """`check` as of this moment, or of a later one while another runs, without holding up the loop."""
+        async with self._checking:
+            return await look_aside(self.check)
 
 
 class _Address:

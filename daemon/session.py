@@ -86,7 +86,6 @@ class Session(asyncio.Protocol):
             protocol.OP_FAILED: self._failed,
             protocol.OP_WHERE: self._where,
             protocol.OP_STATUS: lambda body: daemon.status(),
-            protocol.OP_CHECK: lambda body: {"violations": daemon.check()},
             protocol.OP_DETACH: self._detach,
             protocol.OP_FENCED: self._fenced,
             protocol.OP_COMPUTED: self._computed,
@@ -196,6 +195,8 @@ class Session(asyncio.Protocol):
                 self._start_load(frame.correlation, body)
             elif op == protocol.OP_EXPLAIN:
                 self._start_explain(frame.correlation, body)
+            elif op == protocol.OP_CHECK:
+                self._start(self._check(frame.correlation), "check")
             else:
                 operation = self._operations.get(op)
                 if operation is None:
@@ -376,7 +377,7 @@ class Session(asyncio.Protocol):
         if question is None or not question.asking or not wait:
             self._reply_match(correlation, lookup, match, question)
             return
-        self._follow(self._answer_lookup(correlation, lookup, question, wait), "lookup")
+        self._start(self._answer_lookup(correlation, lookup, question, wait), "lookup")
 
     async def _answer_lookup(self, correlation: int, lookup: "_Lookup", question: Question, wait: float) -> None:
         await asyncio.wait([question.task], timeout=wait)
@@ -446,7 +447,7 @@ class Session(asyncio.Protocol):
         hashes = take(body, "hashes", bytes)
         group = take(body, "group", int, default=0, lo=0)
         wanted = take(body, "namespace", bytes, default=b"", hi=32)
-        self._follow(self._explain(correlation, hashes, group, wanted), "explain")
+        self._start(self._explain(correlation, hashes, group, wanted), "explain")
 
     async def _explain(self, correlation: int, hashes: bytes, group: int, wanted: bytes) -> None:
         residency, cluster = self._daemon.residency, self._daemon.cluster
@@ -462,14 +463,6 @@ class Session(asyncio.Protocol):
             found.append(one)
         self.reply(correlation, {"namespaces": found, "cluster": cluster is not None})
 
-    def _follow(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Runs a request that waits; the session reads on while not too many do."""
-        task = asyncio.create_task(work, name=name)
-        self._pending.add(task)
-        task.add_done_callback(self._wait_ended)
-        if len(self._pending) == MAX_PENDING and self._transport is not None:
-            self._transport.pause_reading()
-
     def _start_load(self, correlation: int, body: dict[str, Any]) -> None:
         cache = self._daemon.cache
         attachment = self._attached()
@@ -479,9 +472,22 @@ class Session(asyncio.Protocol):
         lease = cache.lease(attachment, number)
         if wait and not cache.in_memory(lease, count):
             cache.renew(lease, wait)
-            self._follow(self._load(correlation, attachment, number, count, wait), "load")
+            self._start(self._load(correlation, attachment, number, count, wait), "load")
         else:
             self.reply(correlation, _slots(cache.located(lease, count)))
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._pending.add(task)
+        task.add_done_callback(self._ended)
+        if len(self._pending) == MAX_PENDING and self._transport is not None:
+            self._transport.pause_reading()
+
+    async def _check(self, correlation: int) -> None:
+        try:
+            self.reply(correlation, {"violations": await self._daemon.check_aside()})
+        except CascadeError as error:
+            self.reply_error(correlation, error)
 
     async def _load(self, correlation: int, attachment: Attachment, number: int, count: int, wait: float) -> None:
         cache = self._daemon.cache
@@ -494,7 +500,7 @@ class Session(asyncio.Protocol):
         except CascadeError as error:
             self.reply_error(correlation, error)
 
-    def _wait_ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[None]) -> None:
         self._pending.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("%s failed pid=%s", task.get_name(), self.pid, exc_info=task.exception())
