@@ -77,7 +77,8 @@ class Lookup:
     """``matched`` leading blocks lie in some local tier or are on their way from elsewhere; ``ready`` are in memory.
 
     ``tiers`` names each one's tier or source. ``asking``: other nodes are being asked for more, so ask again to know
-    (or compute). ``lease`` pins the blocks until released, or for ``deadline_ms``; 0: nothing is pinned.
+    (or compute). ``lease`` pins the blocks until released, or for ``deadline_ms``; 0: nothing is pinned. ``found``, for
+    blocks asked for one by one: where the matched ones stand among the hashes.
     """
 
     lease: int
@@ -86,6 +87,7 @@ class Lookup:
     tiers: "NDArray[np.uint8]"
     deadline_ms: int
     asking: bool = False
+    found: "NDArray[np.uint32] | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,6 +492,7 @@ class Session:
         remote: bool = True,
         wait_ms: int = 0,
         ticket: bytes = b"",
+        each: bool = False,
         timeout: float | None = None,
     ) -> Lookup:
         """Ask how long a prefix of the chain ``hashes`` (from block 0) can be had; ``pin`` protects it by a lease.
@@ -498,10 +501,13 @@ class Session:
         ``remote`` to ask other nodes for the rest and to fetch what pays; ``wait_ms`` waits for their answers, not for
         the bytes. ``ticket``: a hand-off's, whose node is asked first of all.
         ``tokens``: the chain's token ids, needed where the hash is not cryptographic: the daemon compares them.
-        Raises DaemonUnavailable, Refused, ProtocolError.
+        ``each``: the hashes are no chain, but blocks to be found one by one; "leading" then means the first of those
+        that were found. Raises DaemonUnavailable, Refused, ProtocolError.
         """
         body: dict[str, Any] = {"hashes": _packed(hashes), "group": group, "request": request}
         body |= {"pin": pin, "promote": promote, "tokens": pack_u32(tokens), "remote": remote, "ticket": ticket}
+        if each:
+            body["each"] = True
         limit = self.timeout if timeout is None else timeout
         body["wait_ms"] = max(0, min(wait_ms, int((limit - LOAD_MARGIN_S) * 1000)))
         _, reply = self._call(OP_LOOKUP, body, limit)
@@ -513,6 +519,7 @@ class Session:
             tiers=take_u8(reply, "tiers", count=matched),
             deadline_ms=take(reply, "deadline_ms", int, default=0, lo=0),
             asking=take(reply, "asking", bool, default=False),
+            found=take_u32(reply, "found", count=matched) if each else None,
         )
 
     def load(self, lease: int, count: int, *, wait_ms: int = 0, timeout: float | None = None) -> Load:

@@ -36,7 +36,8 @@ NO_SLOTS = Slots(np.empty(0, np.uint8), np.empty(0, np.uint32), np.empty(0, np.u
 class Match:
     """`matched` leading blocks lie in some local tier or are on their way from elsewhere, the first `ready` in memory.
 
-    `tiers`: where each of the matched ones lies or comes from.
+    `tiers`: where each of the matched ones lies or comes from. `found`, for blocks asked for one by one: where the
+    matched ones stand among the hashes.
     """
 
     lease: int
@@ -44,6 +45,7 @@ class Match:
     ready: int
     tiers: U8
     missing: int  # blocks behind them, where no answer for the same request has counted them yet
+    found: U32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,7 @@ class Cache:
         pin: bool = True,
         tokens: bytes = b"",
         final: bool = True,
+        each: bool = False,
     ) -> Match:
         """The leading blocks that are resident, or that the daemon is fetching from elsewhere.
 
@@ -189,15 +192,31 @@ class Cache:
 
         Asking again for the same request renews its lease. Blocks past the attachment's budget of pins are not matched.
         What is missing counts as a miss, once a request; not yet if the answer is not `final`.
+        With `each` the hashes are no chain: whatever is resident of them matches, and only what begins a chain is
+        stamped, since a block may not be newer than its parent.
         """
         space = self._space(attachment, group)
         keys = self.residency.keys(space, hashes)
         self.residency.counters["lookups"] += 1
-        rows = self.residency.leading_run(space, self.residency.index.find(space.number, keys), ready=False)
-        coming = self._pending(rows)
-        rows = rows[: next((position for position, source in coming if source is None), len(rows))]
-        rows = self._verify_tokens(space, rows, tokens)
-        self.residency.index.touch(rows)
+        index = self.residency.index
+        rows = index.find(space.number, keys)
+        found = None
+        coming: list[tuple[int, int | None]] = []
+        if each:
+            if space.keeps_tokens:
+                raise ProtocolError(f"field 'each': with the hash {space.namespace.hash_algo} a block needs its chain")
+            found = np.flatnonzero(rows != NO_ROW)
+            found = found[index.state[rows[found]] == RowState.READY]
+            rows = rows[found]
+            if repeats(rows):
+                raise ProtocolError("field 'hashes': a block is named twice")
+            index.touch(rows[index.parent[rows] == NO_ROW])
+        else:
+            rows = self.residency.leading_run(space, rows, ready=False)
+            coming = self._pending(rows)
+            rows = rows[: next((position for position, source in coming if source is None), len(rows))]
+            rows = self._verify_tokens(space, rows, tokens)
+            index.touch(rows)
         self.was_used(space, rows)
         self.residency.index.reused[rows] = 1
         old = attachment.leases.get(attachment.by_request.get((group, request), 0)) if request else None
@@ -221,7 +240,8 @@ class Cache:
             self.release(attachment, [old.number])
         in_memory = self.residency.in_memory(rows)
         ready = len(rows) if in_memory.all() else int(in_memory.argmin())
-        match = Match(lease, len(rows), ready, tiers, missing)
+        places = None if found is None else found[: len(rows)].astype(np.uint32)
+        match = Match(lease, len(rows), ready, tiers, missing, places)
         if final:
             self.settle(attachment, space, match)
         return match

@@ -34,7 +34,10 @@ class Writer:
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """Pins on the leading blocks of a chain. `hbm_pages` are referenced in the HBM pool as well."""
+    """Pins on the leading blocks of a chain, or on blocks that were asked for one by one.
+
+    `hbm_pages` are referenced in the HBM pool as well.
+    """
 
     number: int
     attachment: "Attachment"

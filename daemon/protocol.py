@@ -25,9 +25,10 @@ attach          protocol, role ("engine", "scheduler", "rank", "tool"),     boot
                 boot, session and warnings
 ping            --                                                          boot
 lookup          hashes, group, request (<= 128 B; asking again with it      lease u64 (0: nothing pinned), matched
-                renews its one lease), pin, promote, tokens u32             (leading blocks in some local tier), ready
-                                                                            (leading blocks in memory), tiers
-                                                                            u8[matched], deadline_ms
+                renews its one lease), pin, promote, tokens u32; each:      (leading blocks in some local tier), ready
+                the hashes are no chain, find each by itself                (leading blocks in memory), tiers
+                                                                            u8[matched], deadline_ms; found u32[matched]
+                                                                            (their places among the hashes), with each
 load            lease, count, wait_ms (for promotions)                      count (leading part in memory), pools u8,
                                                                             pages u32, generations u32
 release         leases u64                                                  -- (idempotent)

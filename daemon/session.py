@@ -56,6 +56,7 @@ class _Lookup:
     pin: bool
     tokens: bytes
     promote: bool
+    each: bool
 
 
 class Session(asyncio.Protocol):
@@ -369,6 +370,7 @@ class Session(asyncio.Protocol):
             take(body, "pin", bool, default=True),
             take(body, "tokens", bytes, default=b""),
             take(body, "promote", bool, default=True),
+            take(body, "each", bool, default=False),
         )
         match = self._match(lookup)
         question = None
@@ -394,6 +396,7 @@ class Session(asyncio.Protocol):
             request=lookup.request,
             pin=lookup.pin,
             tokens=lookup.tokens,
+            each=lookup.each,
             final=False,
         )
         if match.ready < match.matched and match.lease and lookup.promote:
@@ -404,7 +407,7 @@ class Session(asyncio.Protocol):
     def _ask(self, lookup: "_Lookup", match: Match, ticket: bytes) -> Question | None:
         """The question for the blocks behind those that are here, where there is anybody to ask."""
         cluster, space = self._daemon.cluster, lookup.attachment.spaces[lookup.group]
-        if cluster is None or not lookup.hashes[match.matched * space.width :]:
+        if cluster is None or lookup.each or not lookup.hashes[match.matched * space.width :]:
             return None
         return cluster.remote.ask(lookup.attachment, space, lookup.hashes, match.matched, ticket=ticket)
 
@@ -421,6 +424,7 @@ class Session(asyncio.Protocol):
                 "tiers": match.tiers.tobytes(),
                 "asking": asking,
                 "deadline_ms": int(self._daemon.settings.leases.lookup * 1000),
+                **({} if match.found is None else {"found": match.found.astype("<u4").tobytes()}),
             },
         )
 

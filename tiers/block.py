@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 BlockHash = NewType("BlockHash", bytes)
-Kind = Literal["attention", "mla"]
+Kind = Literal["attention", "mla", "pages"]
+_KINDS = ("attention", "mla", "pages")
 
 HASH_BYTES = {"sha256": 32, "sha256_cbor": 32, "xxhash": 16, "xxhash_cbor": 16}
 CRYPTOGRAPHIC = frozenset({"sha256", "sha256_cbor"})
@@ -299,7 +300,9 @@ class KVGroup:
     """The shape of one KV group: layers whose blocks are cut, stored and evicted together.
 
     `kv_heads` and `head_dim` are the whole model's, before any split over ranks; MLA has one latent head, whose
-    `head_dim` is the length of its latent. Raises ValueError for a field out of bounds, naming it.
+    `head_dim` is the length of its latent. A block of kind "pages" is an engine's own bytes, of which nothing is known
+    but their number: `layers` pieces of `head_dim` elements, whatever `block_tokens` is. Raises ValueError for a field
+    out of bounds, naming it.
     """
 
     block_tokens: int
@@ -309,14 +312,15 @@ class KVGroup:
     kind: Kind = "attention"
 
     def __post_init__(self) -> None:
-        for name, highest in _GROUP_BOUNDS.items():
+        bounds = _GROUP_BOUNDS | _PAGES_BOUNDS if self.kind == "pages" else _GROUP_BOUNDS
+        for name, highest in bounds.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= highest:
                 raise ValueError(f"{name} must be a whole number from 1 to {highest}, got {value!r:.80}")
-        if self.kind not in ("attention", "mla"):
-            raise ValueError(f"kind must be attention or mla, got {self.kind!r:.80}")
-        if self.kind == "mla" and self.kv_heads != 1:
-            raise ValueError(f"kv_heads of kind mla must be 1, got {self.kv_heads}")
+        if self.kind not in _KINDS:
+            raise ValueError(f"kind must be one of {', '.join(_KINDS)}, got {self.kind!r:.80}")
+        if self.kind != "attention" and self.kv_heads != 1:
+            raise ValueError(f"kv_heads of kind {self.kind} must be 1, got {self.kv_heads}")
 
     @property
     def planes(self) -> int:
@@ -325,7 +329,8 @@ class KVGroup:
 
     def head_bytes(self, itemsize: int) -> int:
         """Bytes of one KV head's part of a block, which lie together in a canonical slot."""
-        return self.layers * self.planes * self.block_tokens * self.head_dim * itemsize
+        tokens = 1 if self.kind == "pages" else self.block_tokens
+        return self.layers * self.planes * tokens * self.head_dim * itemsize
 
     def block_bytes(self, itemsize: int) -> int:
         """Bytes of a whole block."""
@@ -333,6 +338,7 @@ class KVGroup:
 
 
 _GROUP_BOUNDS = {"block_tokens": 1 << 16, "layers": 1 << 12, "kv_heads": 1 << 12, "head_dim": 1 << 16}
+_PAGES_BOUNDS = {"layers": 1 << 18}  # pages of 4 KiB may add up to 1 GiB
 
 
 def itemsize(kv_dtype: str) -> int:
@@ -368,11 +374,11 @@ def head_range(kv_heads: int, ranks: int, rank: int, kind: str) -> tuple[int, in
 
 def _split(kv_heads: int, ranks: int, kind: str) -> tuple[int, int]:
     """(heads a rank, ranks a head), one of which is 1."""
-    if kind not in ("attention", "mla"):
-        raise LayoutMismatch(f"KV group kind {kind!r:.80} is not known; known are attention, mla")
+    if kind not in _KINDS:
+        raise LayoutMismatch(f"KV group kind {kind!r:.80} is not known; known are {', '.join(_KINDS)}")
     if ranks < 1 or kv_heads < 1:
         raise LayoutMismatch(f"{kv_heads} KV heads cannot be split over {ranks} ranks")
-    if kind == "mla":
+    if kind != "attention":
         return 1, ranks
     if kv_heads % ranks == 0:
         return kv_heads // ranks, 1

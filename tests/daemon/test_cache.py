@@ -330,6 +330,44 @@ def test_a_lease_in_use_is_kept_beyond_its_deadline(node: Node) -> None:
     assert len(engine.load(lease).pages) == 3
 
 
+def test_blocks_asked_for_one_by_one_are_found_wherever_they_stand(node: Node) -> None:
+    engine = node.engine()
+    engine.store(A)
+    engine.store(C)
+    before = stamps(engine, A)
+    names = [engine.hashes(A)[64:96], engine.hashes(B)[96:], engine.hashes(C)[:32], engine.hashes(A)[32:64]]
+    match = node.cache.lookup(engine.attachment, 0, b"".join(names), each=True)
+    assert (match.matched, match.ready, match.found.tolist() if match.found is not None else None) == (3, 3, [0, 2, 3])
+    slots = engine.load(match.lease)
+    for end, at in ((A, 0), (C[:1], 1), (A[:2], 2)):
+        block = node.view(int(slots.pools[at]), int(slots.pages[at]), engine.space.block_bytes)
+        assert (block == pattern(engine.space, end)).all()
+    # A block is never stamped newer than its parent.
+    assert stamps(engine, A) == before
+    engine.release(match.lease)
+    nothing = node.cache.lookup(engine.attachment, 0, names[1], each=True)
+    assert nothing.found is not None and (nothing.lease, len(nothing.found)) == (0, 0)
+
+
+def test_a_block_asked_for_twice_at_once_is_refused(node: Node) -> None:
+    engine, weak = node.engine(), node.engine(namespace(algo="xxhash_cbor"))
+    engine.store(A)
+    with pytest.raises(ProtocolError, match="twice"):
+        node.cache.lookup(engine.attachment, 0, engine.hashes(A)[:32] * 2, each=True)
+    with pytest.raises(ProtocolError, match="chain"):
+        node.cache.lookup(weak.attachment, 0, weak.hashes(A), each=True)
+
+
+def test_blocks_asked_for_one_by_one_count_against_the_budget() -> None:
+    node = Node(slabs=1, budget=0.25)
+    engine = node.engine()
+    engine.store(path(1, 6))
+    match = node.cache.lookup(engine.attachment, 0, engine.hashes(path(1, 6))[32:], each=True)
+    assert (match.matched, match.found.tolist() if match.found is not None else None) == (4, [0, 1, 2, 3])
+    node.expect_sound()
+    engine.end()
+
+
 def test_an_attachment_pins_no_more_than_its_budget() -> None:
     node = Node(slabs=1, budget=0.25)
     engine, other = node.engine(), node.engine()

@@ -431,8 +431,16 @@ class TestShape:
         for bad in ("", "mamba", None, []):
             with pytest.raises(ValueError, match="kind"):
                 KVGroup(**{**good, "kind": bad})
-        with pytest.raises(ValueError, match="kv_heads of kind mla"):
-            KVGroup(**{**good, "kind": "mla"})
+        for kind in ("mla", "pages"):
+            with pytest.raises(ValueError, match=f"kv_heads of kind {kind}"):
+                KVGroup(**{**good, "kind": kind})
+
+    def test_pages_are_bytes_of_which_only_the_number_is_known(self) -> None:
+        pages = KVGroup(block_tokens=1056, layers=20485, kv_heads=1, head_dim=4096, kind="pages")
+        assert (pages.planes, pages.block_bytes(1)) == (1, 20485 * 4096)
+        assert (committers(1, 2, 1, "pages"), head_range(1, 2, 1, "pages")) == ((1,), (0, 1))
+        with pytest.raises(ValueError, match="layers"):
+            KVGroup(block_tokens=16, layers=1 << 19, kv_heads=1, head_dim=4096, kind="pages")
 
     def test_dtypes_that_slots_cannot_hold_are_refused_by_name(self) -> None:
         assert (itemsize("float32"), itemsize("bfloat16"), itemsize("float8_e4m3fn")) == (4, 2, 1)
