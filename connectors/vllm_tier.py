@@ -1,0 +1,1016 @@
+"""The daemon below vLLM's own CPU offloading: a secondary tier of its tiered KV offloading (vLLM 0.32 and later).
+
+    "kv_connector": "OffloadingConnector", "kv_connector_extra_config": {
+        "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": ...,
+        "secondary_tiers": [{"type": "CascadeTier", "module_path": "kvcascade.connectors.vllm_tier"}]}
+
+vLLM moves its KV between GPU and a region in host memory, in chunks that are its own bytes, whatever the model's
+layout; what it stores there is offered to this tier, and what it lacks there is asked of it. So every model that vLLM
+can offload reaches the daemon. The bytes are vLLM's pages, all ranks of a chunk in one row: a namespace of their own,
+shared only by engines whose pages are cut alike.
+
+Rule: the scheduler's thread never waits for the daemon. What it asks is queued, a batch a step, and answered by threads
+of our own: one looks up, some copy. An answer that is late is a miss; a daemon that is away, slow or killed costs the
+engine nothing but its hits, and is attached again by itself.
+
+How vLLM's keys become blocks. A key is a hash and a KV group. vLLM's request knows the keys of all its chunks by
+position, so a chunk of a full-attention group is stored, and looked up, as a block of its whole chain. A sliding window
+keeps no chunk before the window, and recurrent state one here and there: their chunks are blocks that stand alone, as
+are partial tails. Both are loaded one by one.
+"""
+
+import json
+import logging
+import os
+import queue
+import secrets
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import numpy as np
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingCounterMetadata,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvcascade.config.errors import CascadeError, ConfigError, DaemonUnavailable, ProtocolError, Refused
+from kvcascade.daemon.attachment import Load, Reservation, Session
+from kvcascade.daemon.protocol import PAGE, BlockState
+from kvcascade.tiers.block import CRYPTOGRAPHIC, TAGGED, KVGroup, default_seed, none_hash, probe_hashes
+from kvcascade.tiers.namespace import Namespace, model_digest
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
+
+PRODUCER: Final = "vllm-offload"
+NOTHING: Final = np.empty(0, np.uint32)
+HASH: Final = 32  # bytes of a hash: only SHA-256 keys are taken
+GROUP: Final = 4  # bytes of the KV group behind it
+
+# One operation of the daemon takes microseconds; this is when it counts as away.
+OPERATION_S: Final = 1.0
+ATTACH_S: Final = 2.0
+# A bit more than one operation and one copy, for threads that are to end.
+END_S: Final = 15.0
+BATCH_BYTES: Final = 32 << 20
+LOADERS: Final = 2
+LOOKUP_BATCHES: Final = 64  # queued; beyond it the lookup thread is far behind and new questions are misses
+CIRCUIT_FIRST_S, CIRCUIT_LAST_S = 0.5, 5.0
+# After holes, or an absence of the daemon, requests offer all their chunks anew for so long, not only new ones.
+HEAL_S: Final = 60.0
+
+_PREFIX = "vllm:kv_offload_kvcascade_"
+COUNTERS: Final = {
+    "lookup_timeouts": "Chunk lookups answered as a miss because the daemon's answer was late.",
+    "unavailable": "Operations that found no daemon within their deadline.",
+    "loaded_chunks": "Chunks copied from the daemon's memory into vLLM's.",
+    "failed_chunks": "Chunks that were promised and could not be loaded.",
+    "stored_chunks": "Chunks copied into the daemon's memory.",
+    "known_chunks": "Chunks offered that the daemon had, or another engine was storing.",
+    "dropped_chunks": "Chunks offered that found no room, no parent or no daemon.",
+}
+
+
+# ---- what this tier needs of vLLM
+
+
+def check_contract() -> None:
+    """Raises ConfigError, naming what is missing, for a vLLM whose tiers are not the ones that this module knows.
+
+    Versions are told apart by what they offer: a later one that keeps all this is taken.
+    """
+    wanted = {
+        TransferJob: {"job_id", "keys", "chunk_ids", "req_context"},
+        JobResult: {"job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"},
+        ReqContext: {"req_id", "kv_transfer_params", "_offload_key_positions"},
+    }
+    for kind, names in wanted.items():
+        if missing := names - {each.name for each in fields(kind)}:
+            raise ConfigError(_unlike(f"{kind.__name__}.{min(missing)}"))
+    for name in ("HIT", "MISS", "RETRY"):
+        if not hasattr(LookupResult, name):
+            raise ConfigError(_unlike(f"LookupResult.{name}"))
+    if unknown := {name for name in SecondaryTierManager.__abstractmethods__ if name not in vars(CascadeTier)}:
+        raise ConfigError(f"vllm {vllm.__version__}: tiers must have {min(unknown)}(), which this tier does not know")
+
+
+def _unlike(name: str) -> str:
+    return f"vllm {vllm.__version__}: its tiers have no {name}; known are those of 0.32 and 0.33"
+
+
+def _engine_config(spec: Any) -> tuple[Any, Any]:
+    """The engine's VllmConfig and KVCacheConfig, or (None, None).
+
+    vLLM hands a tier an excerpt without hash algorithm, weights, quantisation and rope; all of them change what a block
+    is. The whole is a local variable of the constructor that is making us, and proves to be the one that `spec` was cut
+    from by holding the very same extra config.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        config = frame.f_locals.get("vllm_config")
+        transfer = getattr(config, "kv_transfer_config", None)
+        if transfer is not None and transfer.kv_connector_extra_config is spec.config.extra_config:
+            return config, frame.f_locals.get("kv_cache_config")
+        frame = frame.f_back
+    return None, None
+
+
+# ---- which blocks may stand for one another
+
+
+def page_namespace(
+    spec: Any, row_bytes: int, chained: dict[int, bool], engine: Any, *, model: str, weights_epoch: str, hash_algo: str
+) -> Namespace:
+    """The namespace of vLLM's own pages under this config: whatever changes their bytes or their keys.
+
+    Raises ConfigError naming the field that cannot be used.
+    """
+    config, parallel = spec.config, spec.config.parallel
+    pages = {
+        # Pages may be cut anew by any version but a bug fix.
+        "vllm": ".".join(vllm.__version__.split(".")[:2]),
+        "row": row_bytes,
+        "hash_tokens": config.cache.tokens_per_hash,
+        "chunk_blocks": config.cache.blocks_per_chunk,
+        "dtype": config.model.dtype,
+        "layout": config.kv_cache_layout or "",
+        "canonical": bool(config.canonical_layout),
+        "replicated": bool(spec.replicated_layout),
+        "groups": [
+            [group.group_id, group.tokens_per_block, list(group.layer_names), chained[group.group_id]]
+            for group in config.groups
+        ],
+        "parallel": "any"
+        if parallel.is_parallelism_agnostic
+        else [parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+    }
+    quantisation = str(getattr(getattr(engine, "model_config", None), "quantization", None) or "")
+    identity = [model or _model_identity(engine), _engine_identity(engine), pages]
+    seed = default_seed(hash_algo)
+    try:
+        return Namespace(
+            model=sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
+            weights_epoch=weights_epoch,
+            kv_dtype="uint8",
+            groups=tuple(
+                KVGroup(
+                    block_tokens=group.tokens_per_block * config.cache.blocks_per_chunk,
+                    layers=row_bytes // PAGE,
+                    kv_heads=1,
+                    head_dim=PAGE,
+                    kind="pages",
+                )
+                for group in config.groups
+            ),
+            kv_scales="",
+            rope="",
+            max_model_len=0,
+            quantisation=quantisation,
+            producer=PRODUCER,
+            hash_algo=hash_algo,
+            key_scheme=TAGGED,
+            none_hash=none_hash(seed, hash_algo),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _engine_identity(engine: Any) -> dict[str, Any]:
+    """What of the engine's config changes the content of a page, beside weights and what the pages themselves tell."""
+    if engine is None:
+        return {}
+    model, text = engine.model_config, engine.model_config.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    by_length = "dynamic" in str(rope) or "longrope" in str(rope)
+    return {
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization or ""),
+        "max_model_len": model.max_model_len if by_length else 0,
+    }
+
+
+def _model_identity(engine: Any) -> str:
+    """A digest of the effective config and the weight files. Raises ConfigError where there is nothing to digest."""
+    if engine is None:
+        raise ConfigError("model: vLLM's config is not in reach; name the model in the tier's config: \"model\": ...")
+    model, load = engine.model_config, engine.load_config
+    config = model.hf_config.to_dict()
+    if load.load_format == "dummy":
+        return model_digest(config | {"kvcascade_dummy_seed": model.seed}, [])
+    folder = Path(model.model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(
+                snapshot_download(
+                    model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
+                )
+            )
+        except Exception as error:  # whatever the hub's client finds wrong, there are no files to digest
+            raise ConfigError(
+                f'model: the weight files of {model.model} are not found; name them in the tier\'s config: "model": ...'
+            ) from error
+    weights = sorted(file for kind in ("safetensors", "bin", "pt", "pth", "gguf") for file in folder.glob(f"*.{kind}"))
+    if not weights:
+        raise ConfigError(f'model: no weight files in {folder}; name the model in the tier\'s config: "model": ...')
+    return model_digest(config, weights)
+
+
+# ---- one request, as the scheduler's thread knows it
+
+
+@dataclass(slots=True)
+class _Chain:
+    """The hashes of one request's chunks in one full-attention group, from its first token on, as far as known."""
+
+    hashes: bytearray = field(default_factory=bytearray)
+    # Positions that vLLM named out of order, until the gap before them closes.
+    later: dict[int, bytes] = field(default_factory=dict)
+    # Of the first `asked` blocks the first `matched` are there; nothing is known of those beyond.
+    asked: int = 0
+    matched: int = 0
+
+    def index(self, key: bytes, position: int, tokens: int) -> int | None:
+        """The block's place in the chain, None if it is not of it."""
+        block, rest = divmod(position, tokens)
+        at = (block - 1) * HASH
+        return block - 1 if not rest and self.hashes[at : at + HASH] == key[:HASH] else None
+
+
+@dataclass(slots=True)
+class _Request:
+    context: Any
+    reads: bool
+    writes: bool
+    chains: dict[int, _Chain]
+    seen: int = 0  # entries of the context's positions that are in the chains
+    alone: dict[bytes, bool] = field(default_factory=dict)  # what is known of keys that stand alone
+    failed: set[bytes] = field(default_factory=set)
+    wanted: dict[bytes, None] = field(default_factory=dict)
+    # The last question's number, how many of its parts are not answered, and when that is late (0: nothing is asked).
+    question: int = 0
+    unanswered: int = 0
+    deadline: float = 0.0
+
+    def forget(self) -> None:
+        """What the daemon said, and is being asked."""
+        self.question = self.unanswered = 0
+        self.deadline = 0.0
+        self.alone.clear()
+        self.wanted.clear()
+        for chain in self.chains.values():
+            chain.asked = chain.matched = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What one request wants to know of one group: of a chain (`chain`), or of the blocks `hashes` one by one."""
+
+    number: int
+    request_id: str
+    group: int  # vLLM's
+    hashes: bytes
+    chain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """`found`: places among the question's hashes; of a chain, all before the number of them."""
+
+    question: _Question
+    found: "NDArray[np.uint32]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Blocks [start, start + len(chunks)) of a chain, whose hashes `hashes` are, and the rows that hold them."""
+
+    group: int  # the namespace's
+    hashes: bytes
+    start: int
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    job_id: int
+    keys: tuple[bytes, ...]
+    runs: tuple[_Run, ...] = ()  # of a store: the keys in their order
+    chunks: tuple[int, ...] = ()  # of a load: one a key
+
+
+# ---- the threads' side
+
+
+class _Circuit:
+    """Open (nobody asks) for a while after a failure, longer after each further one. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+        self._pause = CIRCUIT_FIRST_S
+
+    @property
+    def open(self) -> bool:
+        return time.monotonic() < self._until
+
+    def failed(self) -> None:
+        self._until = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, CIRCUIT_LAST_S)
+
+    def worked(self) -> None:
+        self._until, self._pause = 0.0, CIRCUIT_FIRST_S
+
+
+class _Mover:
+    """Asks the daemon and copies, on threads of its own; everything put in comes out once, answered or failed."""
+
+    def __init__(self, session: Session, rows: "NDArray[np.uint8]", groups: dict[int, int], load_s: float) -> None:
+        self.session = session
+        self.circuit = _Circuit()
+        # Read and emptied by the scheduler's thread. Counts may miss an update: they are for people.
+        self.counts: Counter[str] = Counter()
+        self.answers: deque[_Answer] = deque()
+        self.results: deque[JobResult] = deque()
+        self.heal_until = 0.0
+        self._rows: NDArray[np.uint8] | None = rows
+        self._groups = groups
+        self._load_s = load_s
+        self._boot = b""
+        self._owing = False  # something could not be stored for want of a daemon
+        self._questions: queue.Queue[list[_Question] | None] = queue.Queue(LOOKUP_BATCHES)
+        # Under _changed: the jobs that no thread has begun, the number of those begun, and whether it is over.
+        self._changed = threading.Condition()
+        self._loads: deque[_Job] = deque()
+        self._stores: deque[_Job] = deque()
+        self._running = 0
+        self._over = False
+        work = [
+            ("lookup", self._look_up),
+            ("store", lambda: self._work(self._stores, self._store)),
+            *[("load", lambda: self._work(self._loads, self._load))] * LOADERS,
+        ]
+        self._threads = [threading.Thread(target=run, name=f"kvcascade-{name}", daemon=True) for name, run in work]
+        for thread in self._threads:
+            thread.start()
+
+    # ---- the scheduler's thread: none of these waits, but for drain and close
+
+    def ask(self, questions: list[_Question]) -> bool:
+        """False when the lookup thread is too far behind."""
+        try:
+            self._questions.put_nowait(questions)
+        except queue.Full:
+            return False
+        return True
+
+    def load(self, job: _Job) -> None:
+        with self._changed:
+            self._loads.append(job)
+            self._changed.notify_all()
+
+    def store(self, job: _Job) -> None:
+        with self._changed:
+            self._stores.append(job)
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Give up what is not begun, and return when nothing runs: vLLM's memory is left alone then.
+
+        Bounded by the deadline of the operation, and the copy, that each thread is in.
+        """
+        with self._changed:
+            self._give_up(self._loads)
+            self._give_up(self._stores)
+            while self._running:
+                self._changed.wait()
+
+    def close(self) -> None:
+        """As drain, and the threads end. Raises CascadeError if one does not: it may still copy."""
+        with self._changed:
+            self._over = True
+            self._give_up(self._loads)
+            self._give_up(self._stores)
+            self._changed.notify_all()
+        try:
+            self._questions.put(None, timeout=END_S)
+        except queue.Full:
+            pass
+        deadline = time.monotonic() + END_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        stuck = [thread.name for thread in self._threads if thread.is_alive()]
+        if stuck:
+            raise CascadeError(f"shutdown: {', '.join(stuck)} did not end within {END_S:g} s")
+        self._rows = None
+        self.session.close(OPERATION_S)
+
+    def _give_up(self, jobs: deque[_Job]) -> None:
+        while jobs:
+            self.results.append(JobResult(job_id=jobs.popleft().job_id, success=False))
+
+    # ---- the lookup thread
+
+    def _look_up(self) -> None:
+        while (batch := self._questions.get()) is not None:
+            for question in batch:
+                found = NOTHING
+                try:
+                    if not self.circuit.open and not self._over:
+                        found = self._found(question)
+                        self._worked()
+                except CascadeError as error:
+                    self._failed(error)
+                except Exception:
+                    log.exception("lookup failed request=%s", question.request_id)
+                self.answers.append(_Answer(question, found))
+
+    def _found(self, question: _Question) -> "NDArray[np.uint32]":
+        looked = self.session.lookup(
+            question.hashes,
+            request="",
+            group=self._groups[question.group],
+            pin=False,
+            promote=False,
+            each=not question.chain,
+        )
+        return np.arange(looked.matched, dtype=np.uint32) if looked.found is None else looked.found
+
+    def _failed(self, error: CascadeError) -> None:
+        if isinstance(error, DaemonUnavailable):
+            self.counts["unavailable"] += 1
+            self.circuit.failed()
+        else:
+            log.warning("the daemon would not: %s", error)
+
+    def _worked(self) -> None:
+        self.circuit.worked()
+        try:
+            boot = self.session.info.boot
+        except DaemonUnavailable:
+            return
+        if self._owing or boot != self._boot:
+            if self._owing or self._boot:
+                self.heal_until = time.monotonic() + HEAL_S
+            self._owing, self._boot = False, boot
+
+    # ---- the copying threads
+
+    def _work(self, jobs: deque[_Job], run: Callable[[_Job], list[bool]]) -> None:
+        while True:
+            with self._changed:
+                while not jobs and not self._over:
+                    self._changed.wait()
+                if not jobs:
+                    return
+                job = jobs.popleft()
+                self._running += 1
+            begin = time.monotonic()
+            good = [False] * len(job.keys)
+            try:
+                good = run(job)
+            except Exception:
+                log.exception("job failed job=%s", job.job_id)
+            result = JobResult(
+                job_id=job.job_id,
+                success=all(good),
+                successful_keys=tuple(key for key, well in zip(job.keys, good, strict=True) if well and job.chunks),
+                transfer_time=time.monotonic() - begin,
+                transfer_bytes=sum(good) * (0 if self._rows is None else self._rows.shape[1]),
+            )
+            with self._changed:
+                self.results.append(result)
+                self._running -= 1
+                self._changed.notify_all()
+
+    def _batch(self) -> int:
+        assert self._rows is not None
+        return max(1, BATCH_BYTES // int(self._rows.shape[1]))
+
+    def _load(self, job: _Job) -> list[bool]:
+        deadline = time.monotonic() + self._load_s
+        good = [False] * len(job.keys)
+        by_group: dict[int, list[int]] = {}
+        for place, key in enumerate(job.keys):
+            by_group.setdefault(self._groups[_group_of(key)], []).append(place)
+        for group, places in by_group.items():
+            for start in range(0, len(places), self._batch()):
+                part = places[start : start + self._batch()]
+                # Room for promotions, and pins, may come with each block that was loaded and let go.
+                while part and not self.circuit.open and time.monotonic() < deadline:
+                    loaded = self._load_part(job, group, part, deadline)
+                    for place in loaded:
+                        good[place] = True
+                    if not loaded:
+                        break
+                    part = [place for place in part if not good[place]]
+        self.counts["loaded_chunks"] += sum(good)
+        self.counts["failed_chunks"] += len(good) - sum(good)
+        return good
+
+    def _load_part(self, job: _Job, group: int, part: list[int], deadline: float) -> list[int]:
+        """Loads what lies in memory, or comes there in time; returns which of `part`."""
+        session, loaded, lease = self.session, list[int](), 0
+        try:
+            hashes = b"".join(job.keys[place][:HASH] for place in part)
+            looked = session.lookup(hashes, request="", group=group, each=True)
+            lease = looked.lease
+            if not lease or looked.found is None:
+                return []
+            left = max(0.0, deadline - time.monotonic())
+            load = session.load(
+                lease, looked.matched, wait_ms=int(left * 1000), timeout=max(OPERATION_S, left + OPERATION_S)
+            )
+            loaded = self._copy_out(load, job, [part[index] for index in looked.found[: load.count].tolist()])
+            self._worked()
+        except CascadeError as error:
+            self._failed(error)
+        finally:
+            if lease:
+                with suppress(CascadeError):
+                    session.release(lease, timeout=OPERATION_S)
+        return loaded
+
+    def _copy_out(self, load: Load, job: _Job, places: list[int]) -> list[int]:
+        rows = self._rows
+        assert rows is not None
+        with self.session.copying(load) as pools:
+            for place, pool, page in zip(places, load.pools.tolist(), load.pages.tolist(), strict=True):
+                np.copyto(rows[job.chunks[place]], pools[pool].slot(page, rows.shape[1]))
+        intact = self.session.intact(load)
+        return [place for place, well in zip(places, intact.tolist(), strict=True) if well]
+
+    def _store(self, job: _Job) -> list[bool]:
+        good: list[bool] = []
+        for run in job.runs:
+            for first in range(0, len(run.chunks), self._batch()):
+                chunks = run.chunks[first : first + self._batch()]
+                start = run.start + first
+                good += self._store_part(run.group, run.hashes[: (start + len(chunks)) * HASH], start, chunks)
+        self.counts["dropped_chunks"] += len(good) - sum(good)
+        return good
+
+    def _store_part(self, group: int, hashes: bytes, start: int, chunks: Sequence[int]) -> list[bool]:
+        nothing = [False] * len(chunks)
+        if self.circuit.open:
+            self._owing = True
+            return nothing
+        session = self.session
+        try:
+            reserved = session.reserve(hashes, request="", group=group, start=start)
+            if reserved.hole is not None:
+                self.heal_until = time.monotonic() + HEAL_S
+            if len(reserved.blocks):
+                self._copy_in(reserved, chunks)
+                if session.commit(reserved.lease, reserved.blocks).gone:
+                    return nothing
+            self._worked()
+        except CascadeError as error:
+            self._owing = True
+            self._failed(error)
+            return nothing
+        known = (reserved.states == BlockState.HERE) | (reserved.states == BlockState.IN_FLIGHT)
+        self.counts["stored_chunks"] += len(reserved.blocks)
+        self.counts["known_chunks"] += int(known.sum())
+        result: list[bool] = (known | (reserved.states == BlockState.SLOT)).tolist()
+        return result
+
+    def _copy_in(self, reserved: Reservation, chunks: Sequence[int]) -> None:
+        rows = self._rows
+        assert rows is not None
+        try:
+            with self.session.copying(reserved) as pools:
+                for block, pool, page in zip(
+                    reserved.blocks.tolist(), reserved.pools.tolist(), reserved.pages.tolist(), strict=True
+                ):
+                    np.copyto(pools[pool].slot(page, rows.shape[1]), rows[chunks[block - reserved.start]])
+        except BaseException:
+            self.session.abort(reserved.lease, timeout=OPERATION_S)
+            raise
+
+
+def _group_of(key: bytes) -> int:
+    return int.from_bytes(key[-GROUP:], "big")
+
+
+# ---- the tier
+
+
+class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """The daemon as a tier. All methods are called by the scheduler's thread, one at a time."""
+
+    # A block may lie in the daemon's memory, on disk or elsewhere: no medium would be true of all.
+    medium: ClassVar[Any] = None
+
+    def __new__(cls, *_: Any, **__: Any) -> "CascadeTier":
+        """Before Python itself would complain about methods that are missing."""
+        check_contract()
+        made: CascadeTier = super().__new__(cls)
+        return made
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        socket: str | None = None,
+        model: str = "",
+        weights_epoch: str = "",
+        hash_algo: str = "",
+        lookup_timeout_s: float = 0.25,
+        load_timeout_s: float = 5.0,
+        resets: str = "private",
+        locality: str | None = None,
+    ) -> None:
+        """`offloading_spec` to `backpressure_detector` are vLLM's; the others come from the tier's config.
+
+        `socket`: the daemon's, else KVCASCADE_SOCKET or the default. `model`: an identity instead of the digest of
+        config and weights. `weights_epoch`: the version of weights that are updated in place. `hash_algo`: vLLM's,
+        where its config is not in reach. A lookup that takes longer than `lookup_timeout_s` is a miss, a load longer
+        than `load_timeout_s` has failed. `resets` says what a reset of vLLM's caches means, see `drain_jobs`.
+
+        Raises ConfigError naming what is wrong: the contract, the hash, the seed, the model, computed KV scales; and
+        what the daemon refuses. A daemon that does not answer is no error.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        if resets not in ("private", "keep"):
+            raise ConfigError(f"resets: {resets!r:.80} is not private or keep")
+        if locality is not None:
+            raise ConfigError("locality: this tier's blocks may lie on this node or elsewhere; leave it out")
+        engine, kv_cache = _engine_config(offloading_spec)
+        self._algo = _hash_algo(engine, hash_algo)
+        if engine is not None and getattr(engine.cache_config, "calculate_kv_scales", False):
+            raise ConfigError("calculate_kv_scales: scales computed at run time differ from engine to engine")
+        row_bytes = primary_kv_view.strides[0] if primary_kv_view.strides else 0
+        if row_bytes <= 0 or row_bytes % PAGE:
+            raise ConfigError(f"primary_kv_view: rows of {row_bytes} bytes are not whole pages of {PAGE}")
+        self._tokens = {
+            group.group_id: group.tokens_per_block * offloading_spec.config.cache.blocks_per_chunk
+            for group in offloading_spec.config.groups
+        }
+        self._chained = _chained(offloading_spec, kv_cache)
+        self._groups = {group: place for place, group in enumerate(self._tokens)}
+        self._load_s = load_timeout_s
+        self._lookup_s = lookup_timeout_s
+        self._socket = socket
+        self._private = resets == "private"
+        # The scheduler's thread alone changes the rest.
+        self._namespace = page_namespace(
+            offloading_spec,
+            row_bytes,
+            self._chained,
+            engine,
+            model=model,
+            weights_epoch=weights_epoch,
+            hash_algo=self._algo,
+        )
+        self._requests: dict[str, _Request] = {}
+        self._wanting: dict[str, None] = {}  # requests with keys to be asked at the step's end
+        self._loads: dict[int, tuple[str, tuple[bytes, ...]]] = {}  # by job: the request and its keys
+        self._pending_stores: dict[int, int] = {}  # by job: chunks
+        self._question = 0
+        self._timeouts = 0
+        self._proved = False
+        self._refused = ""
+        session = self._session()
+        try:
+            for warning in session.attach(ATTACH_S).warnings:
+                log.warning("attached, but: %s", warning)
+        except (Refused, ProtocolError) as error:
+            session.close(0)
+            raise ConfigError(f"the daemon refuses this engine: {error}") from error
+        except CascadeError as error:
+            log.warning("no daemon yet, its blocks are missed until it is there: %s", error)
+        # Last: while somebody views vLLM's memory it cannot be unmapped, and a constructor that fails is kept for long.
+        self._rows: NDArray[np.uint8] | None = np.asarray(primary_kv_view).view(np.uint8)
+        self._mover = _Mover(session, self._rows, self._groups, self._load_s)
+
+    def _session(self) -> Session:
+        return Session(
+            namespace=self._namespace.to_map(),
+            probe=probe_hashes(algo=self._algo, none_hash=self._namespace.none_hash, key_scheme=TAGGED),
+            engine=(PRODUCER, vllm.__version__),
+            socket_path=self._socket,
+            timeout=OPERATION_S,
+        )
+
+    # ---- requests
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """After holes in its chains, or an absence, the daemon is offered all chunks of a request, not only new ones.
+
+        vLLM offers a chunk once, so what was dropped then would be missing for as long as vLLM itself has it.
+        """
+        self._prove_root()
+        self._requests[req_context.req_id] = self._new(req_context)
+        healing = time.monotonic() < self._mover.heal_until
+        return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL if healing else OffloadPolicy.CHUNK_LEVEL)
+
+    def _new(self, context: Any) -> _Request:
+        wish = (context.kv_transfer_params or {}).get("kvcascade")
+        chains = {group: _Chain() for group, chained in self._chained.items() if chained}
+        return _Request(context, wish not in ("off", "write"), wish not in ("off", "read"), chains)
+
+    def _of(self, context: Any) -> _Request:
+        """The request's state; one that vLLM did not announce (after a reset) is new."""
+        request = self._requests.get(context.req_id)
+        if request is None or request.context is not context:
+            request = self._requests[context.req_id] = self._new(context)
+        return request
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._requests.pop(req_context.req_id, None)
+        self._wanting.pop(req_context.req_id, None)
+
+    def _prove_root(self) -> None:
+        """vLLM makes its root after it made us. Under another than ours the tier is off, loudly."""
+        root = getattr(kv_cache_utils, "NONE_HASH", None)
+        if self._proved or root is None:
+            return
+        self._proved = True
+        if root != self._namespace.none_hash:
+            self._refused = (
+                f"hash_algo: vLLM's chains begin with {root.hex()[:16]}, {self._algo} under this seed with "
+                f"{self._namespace.none_hash.hex()[:16]}: pass --prefix-caching-hash-algo {self._algo}, and set "
+                "PYTHONHASHSEED before vLLM starts or not at all"
+            )
+            log.error("kvcascade is off: %s", self._refused)
+
+    def _follow(self, request: _Request) -> None:
+        """Takes over the keys that vLLM has named since."""
+        positions = request.context._offload_key_positions
+        if len(positions) == request.seen:
+            return
+        for key, position in islice(positions.items(), request.seen, None):
+            chain = request.chains.get(_group_of(key))
+            if chain is None or len(key) != HASH + GROUP:
+                continue
+            block, rest = divmod(position, self._tokens[_group_of(key)])
+            if not rest:
+                chain.later[block - 1] = key[:HASH]
+                while (following := chain.later.pop(len(chain.hashes) // HASH, None)) is not None:
+                    chain.hashes += following
+        request.seen = len(positions)
+
+    def _place(self, request: _Request, key: bytes) -> tuple[_Chain, int] | None:
+        """The key's chain and its place there, None where it stands alone."""
+        group = _group_of(key)
+        chain = request.chains.get(group)
+        position = request.context._offload_key_positions.get(key)
+        if chain is None or position is None:
+            return None
+        index = chain.index(key, position, self._tokens[group])
+        return None if index is None else (chain, index)
+
+    # ---- lookups
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """HIT and MISS as the daemon said; RETRY while it is being asked, for `lookup_timeout_s` at most."""
+        request = self._of(req_context)
+        self._take_answers()
+        if not request.reads or self._refused or len(key) != HASH + GROUP or _group_of(key) not in self._groups:
+            return LookupResult.MISS
+        if key in request.failed:
+            return LookupResult.MISS
+        self._follow(request)
+        place = self._place(request, key)
+        known = request.alone.get(key)
+        if place is not None and place[1] < place[0].asked:
+            known = place[1] < place[0].matched
+        if known is not None:
+            return LookupResult.HIT if known else LookupResult.MISS
+        if self._mover.circuit.open:
+            return LookupResult.MISS
+        if not request.deadline:
+            request.deadline = time.monotonic() + self._lookup_s
+        elif time.monotonic() > request.deadline:
+            self._timeouts += 1
+            request.failed.add(key)
+            return LookupResult.MISS
+        request.wanted[key] = None
+        self._wanting[req_context.req_id] = None
+        return LookupResult.RETRY
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """The step's questions, as one batch; and those that are late are misses."""
+        self._take_answers()
+        batch: list[_Question] = []
+        for identity in list(self._wanting):
+            request = self._requests[identity]
+            if not request.unanswered:
+                del self._wanting[identity]
+                batch += self._questions_of(request)
+        if batch and not self._mover.ask(batch):
+            for question in batch:
+                self._answer(_Answer(question, NOTHING))
+
+    def _questions_of(self, request: _Request) -> list[_Question]:
+        self._question += 1
+        request.question = self._question
+        chained: dict[int, None] = {}
+        alone: dict[int, list[bytes]] = {}
+        for key in request.wanted:
+            group = _group_of(key)
+            if self._place(request, key) is not None:
+                chained[group] = None
+            else:
+                alone.setdefault(group, []).append(key[:HASH])
+        request.wanted.clear()
+        identity = request.context.req_id
+        questions = [
+            _Question(self._question, identity, group, bytes(request.chains[group].hashes), True) for group in chained
+        ] + [_Question(self._question, identity, group, b"".join(hashes), False) for group, hashes in alone.items()]
+        request.unanswered = len(questions)
+        return questions
+
+    def _take_answers(self) -> None:
+        answers = self._mover.answers
+        while answers:
+            self._answer(answers.popleft())
+
+    def _answer(self, answer: _Answer) -> None:
+        question = answer.question
+        request = self._requests.get(question.request_id)
+        if request is None or request.question != question.number:
+            return
+        count = len(question.hashes) // HASH
+        if question.chain:
+            chain = request.chains[question.group]
+            chain.asked, chain.matched = count, len(answer.found)
+        else:
+            group = question.group.to_bytes(GROUP, "big")
+            found = set(answer.found.tolist())
+            for place in range(count):
+                request.alone[question.hashes[place * HASH : (place + 1) * HASH] + group] = place in found
+        request.unanswered -= 1
+        if not request.unanswered:
+            request.deadline = 0.0
+
+    # ---- jobs
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Queues the job; its chunks are ours to write until it is reported."""
+        keys, chunks = tuple(job_metadata.keys), tuple(int(chunk) for chunk in job_metadata.chunk_ids)
+        self._loads[job_metadata.job_id] = (job_metadata.req_context.req_id, keys)
+        self._mover.load(_Job(job_metadata.job_id, keys, chunks=chunks))
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Queues the job. While more than a quarter of vLLM's memory waits to be stored, further jobs fail at once:
+        what waits is pinned there.
+        """
+        request = self._of(job_metadata.req_context)
+        keys, chunks = tuple(job_metadata.keys), [int(chunk) for chunk in job_metadata.chunk_ids]
+        assert self._rows is not None
+        waiting = sum(self._pending_stores.values())
+        if not request.writes or self._refused or waiting + len(keys) > max(len(keys), len(self._rows) // 4):
+            self._mover.counts["dropped_chunks"] += len(keys)
+            self._mover.results.append(JobResult(job_id=job_metadata.job_id, success=False))
+            return
+        self._pending_stores[job_metadata.job_id] = len(keys)
+        self._follow(request)
+        ordered, runs = self._runs(request, keys, chunks)
+        self._mover.store(_Job(job_metadata.job_id, ordered, runs=runs))
+
+    def _runs(
+        self, request: _Request, keys: Sequence[bytes], chunks: Sequence[int]
+    ) -> tuple[tuple[bytes, ...], tuple[_Run, ...]]:
+        """The keys in the order of the runs of consecutive blocks that they are."""
+        alone: list[tuple[bytes, _Run]] = []
+        chained: dict[int, list[tuple[int, int, bytes]]] = {}
+        for key, chunk in zip(keys, chunks, strict=True):
+            group = _group_of(key)
+            place = self._place(request, key)
+            if place is None:
+                alone.append((key, _Run(self._groups[group], key[:HASH], 0, (chunk,))))
+            else:
+                chained.setdefault(group, []).append((place[1], chunk, key))
+        ordered: list[bytes] = []
+        runs: list[_Run] = []
+        for group, blocks in chained.items():
+            blocks.sort()
+            start = 0
+            for end in range(1, len(blocks) + 1):
+                if end == len(blocks) or blocks[end][0] != blocks[end - 1][0] + 1:
+                    run = blocks[start:end]
+                    hashes = bytes(request.chains[group].hashes[: (run[-1][0] + 1) * HASH])
+                    runs.append(_Run(self._groups[group], hashes, run[0][0], tuple(chunk for _, chunk, _ in run)))
+                    ordered += [key for _, _, key in run]
+                    start = end
+        return (*ordered, *(key for key, _ in alone)), (*runs, *(run for _, run in alone))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Each job once. What could not be loaded is a miss for the rest of its request."""
+        results = self._mover.results
+        finished: list[JobResult] = []
+        while results:
+            result = results.popleft()
+            self._pending_stores.pop(result.job_id, None)
+            load = self._loads.pop(result.job_id, None)
+            if load is not None and not result.success:
+                request = self._requests.get(load[0])
+                if request is not None:
+                    request.failed |= set(load[1]) - set(result.successful_keys or ())
+            finished.append(result)
+        return finished
+
+    def drain_jobs(self) -> None:
+        """No job touches vLLM's memory on return; all are reported by `get_finished_jobs`.
+
+        vLLM calls it for a reset alone: before sleep, and around an update of the weights, of which nobody tells a
+        tier. What comes after may be other weights, so it goes to a namespace that nobody else has, unless the operator
+        says by `resets: keep` that weights are never updated in place.
+        """
+        self._mover.drain()
+        if not self._private:
+            return
+        assert self._rows is not None
+        over = self._mover
+        over.close()
+        self._namespace = replace(self._namespace, weights_epoch=f"private-{secrets.token_hex(16)}")
+        self._mover = _Mover(self._session(), self._rows, self._groups, self._load_s)
+        self._mover.results, self._mover.counts = over.results, over.counts
+        for request in self._requests.values():
+            request.forget()
+        self._wanting.clear()
+
+    def shutdown(self) -> None:
+        """Raises CascadeError when a copy does not end: vLLM then keeps its memory mapped."""
+        self._mover.close()
+        self._rows = None
+
+    # ---- metrics
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return {_PREFIX + name: OffloadingCounterMetadata(documentation=text) for name, text in COUNTERS.items()}
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        counts, self._mover.counts = self._mover.counts, Counter()
+        timeouts, self._timeouts = self._timeouts, 0
+        stats = OffloadingConnectorStats()
+        for name, value in {**counts, "lookup_timeouts": timeouts}.items():
+            if value:
+                stats.increase_counter(_PREFIX + name, value)
+        return None if stats.is_empty() else stats
+
+
+def _hash_algo(engine: Any, declared: str) -> str:
+    """vLLM's hash algorithm. Raises ConfigError for one that cannot be shared, naming the flag."""
+    actual = engine.cache_config.prefix_caching_hash_algo if engine is not None else declared or "sha256_cbor"
+    if declared and declared != actual:
+        raise ConfigError(f"hash_algo: the tier's config says {declared}, vLLM uses {actual}")
+    if actual not in CRYPTOGRAPHIC:
+        if "PYTHONHASHSEED" not in os.environ:
+            raise ConfigError(
+                f"PYTHONHASHSEED: unset, so {actual} has a random root in each process and no block is ever found "
+                "again; pass --prefix-caching-hash-algo sha256_cbor"
+            )
+        raise ConfigError(
+            f"hash_algo: {actual} can collide, and vLLM gives tiers no token ids to compare; "
+            "pass --prefix-caching-hash-algo sha256_cbor"
+        )
+    if actual == "sha256" and declared != "sha256":
+        raise ConfigError(
+            "hash_algo: sha256 hashes pickles, which differ between Python versions: pass --prefix-caching-hash-algo "
+            'sha256_cbor, or accept it by "hash_algo": "sha256" in the tier\'s config'
+        )
+    return str(actual)
+
+
+def _chained(spec: Any, kv_cache: Any) -> dict[int, bool]:
+    """Which KV groups keep whole chains. Where nobody says, none: blocks that stand alone are always right."""
+    chained: dict[int, bool] = {}
+    for group in spec.config.groups:
+        if hasattr(group, "sliding_window_size_in_chunks"):  # since 0.33
+            chained[group.group_id] = group.sliding_window_size_in_chunks is None
+        elif kv_cache is not None:
+            from vllm.v1.kv_cache_interface import is_full_attention_spec
+
+            whole = is_full_attention_spec(kv_cache.kv_cache_groups[group.group_id].kv_cache_spec)
+            chained[group.group_id] = bool(whole)
+        else:
+            chained[group.group_id] = False
+    return chained
