@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 FULL = [{"tokens": 16}]
 # A full-attention group, a window of two of its own longer chunks, and one of a window of one short chunk.
 HYBRID = [{"tokens": 16}, {"tokens": 32, "window": 64}, {"tokens": 16, "window": 16}]
+WINDOWED = [{"tokens": 16}, {"tokens": 16, "window": 32}]
 PATIENCE_S = 90.0
 # What one call on the scheduler's thread may take on a busy machine of two cores; the daemon's deadlines are longer.
 AT_ONCE_S = 0.2
@@ -238,6 +239,64 @@ def test_more_than_the_daemon_has_room_for_is_dropped_and_the_rest_is_true(
             loaded = manager.load(name=f"l{name}", tokens=prompt(name, 30))
             assert loaded["good"] == sum(loaded["hits"]) and loaded["settled"]
         assert daemon.check() == []
+
+
+# ---- under vLLM's real scheduler
+
+
+@pytest.mark.parametrize("groups", [FULL, WINDOWED], ids=["full", "windowed"])
+def test_another_engine_computes_only_what_no_tier_has(
+    make: Callable[..., Manager], groups: list[dict[str, Any]]
+) -> None:
+    """Requests through vLLM's Scheduler and OffloadingConnector: every block that one attends to is the right one."""
+    first = make(engine=True, groups=groups, chunks=60)
+    cold = first.serve(name="a", tokens=prompt(1))
+    assert (cold["computed"], cold["wrong"]) == (160 + 1, 0)
+    first.serve(name="b", tokens=[*prompt(1)[:96], *prompt(2)])
+    second = make(engine=True, groups=groups, chunks=60)
+    warm = second.serve(name="c", tokens=prompt(1))
+    assert warm["wrong"] == 0
+    assert warm["computed"] <= 16 + 1
+    assert second.serve(name="d", tokens=[*prompt(1)[:96], *prompt(2)])["computed"] <= 16 + 1
+    # A reset forgets what vLLM has, on the GPU too.
+    trace = second.take_trace()
+    assert "submit_load" in trace
+
+
+def test_many_requests_in_a_small_engine_are_all_true(make: Callable[..., Manager], daemon: DaemonProcess) -> None:
+    """GPU blocks, vLLM's chunks and the daemon's slots are all handed on again and again."""
+    engine = make(engine=True, groups=WINDOWED, chunks=30, blocks=40)
+    for number in range(24):
+        head = prompt(1 + number % 5)[: 16 * (2 + number % 7)]
+        served = engine.serve(name=f"r{number}", tokens=[*head, *prompt(50 + number % 9, 6)])
+        assert served["wrong"] == 0
+    assert engine.stats()["loaded_chunks"]
+    assert daemon.check() == []
+
+
+def test_an_engine_goes_on_while_its_daemon_is_stopped_and_killed(
+    make: Callable[..., Manager], daemon: DaemonProcess
+) -> None:
+    engine = make(engine=True, chunks=60)
+    engine.serve(name="a", tokens=prompt(1))
+    os.kill(daemon.pid, signal.SIGSTOP)
+    for number in range(4):
+        assert engine.serve(name=f"s{number}", tokens=prompt(10 + number))["wrong"] == 0
+    daemon.kill()
+    for number in range(4):
+        assert engine.serve(name=f"k{number}", tokens=prompt(20 + number))["wrong"] == 0
+    assert max(engine.slowest().values()) < AT_ONCE_S
+    daemon.start()
+    deadline = time.monotonic() + PATIENCE_S
+    engine.stats()
+    for number in itertools.count(30):
+        assert engine.serve(name=f"t{number}", tokens=prompt(number))["wrong"] == 0
+        if engine.stats().get("stored_chunks"):
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    engine.serve(name="y", tokens=prompt(9))
+    assert make(engine=True, chunks=60).serve(name="z", tokens=prompt(9))["computed"] <= 16 + 1
 
 
 # ---- the daemon's troubles

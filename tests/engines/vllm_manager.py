@@ -13,19 +13,25 @@ import os
 import sys
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from vllm import SamplingParams
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.utils.hashing import get_hash_fn_by_name, sha256_cbor
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
 
 HEAD = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 FINE = 16  # tokens a hash
@@ -98,18 +104,23 @@ class Manager:
             kv_transfer_config=transfer,
             device_config=DeviceConfig("cpu"),
         )  # fmt: skip
-        cache.num_gpu_blocks = 400
-        kv = KVCacheConfig(num_blocks=400, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.blocks = cache.num_gpu_blocks = spec.get("blocks", 400)
+        kv = KVCacheConfig(num_blocks=self.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         kv_cache_utils.init_none_hash(get_hash_fn_by_name(spec.get("root", algo)))
-        self.connector = OffloadingConnector(config, KVConnectorRole.SCHEDULER, kv)
+        self.connector = self._connect(config, kv)
         self.manager = self.connector.connector_scheduler.manager
         self.tier = self.manager.secondary_tiers[0]
+        self.totals: Counter[str] = Counter()
+        self._take_stats, self.tier.get_stats = self.tier.get_stats, self._get_stats
         self.view = np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
         for name in (
             "on_new_request", "lookup", "submit_store", "submit_load", "on_schedule_end", "get_finished_jobs",
             "on_request_finished", "drain_jobs", "shutdown",
         ):  # fmt: skip
             setattr(self.tier, name, self._spied(name, getattr(self.tier, name)))
+
+    def _connect(self, config: VllmConfig, kv: KVCacheConfig) -> OffloadingConnector:
+        return OffloadingConnector(config, KVConnectorRole.SCHEDULER, kv)
 
     def _spied(self, name: str, call: Any) -> Any:
         def spied(*arguments: Any) -> Any:
@@ -292,8 +303,16 @@ class Manager:
         return longest
 
     def stats(self) -> dict[str, float]:
-        stats = self.tier.get_stats()
-        return {} if stats is None else {name.rsplit("_kvcascade_")[1]: value for name, value in stats.reduce().items()}
+        self.tier.get_stats()
+        totals, self.totals = dict(self.totals), Counter()
+        return totals
+
+    def _get_stats(self) -> Any:
+        """vLLM's scheduler takes the counts in each step; here they are summed up besides."""
+        stats = self._take_stats()
+        for name, value in {} if stats is None else stats.reduce().items():
+            self.totals[name.rsplit("_kvcascade_")[1]] += value
+        return stats
 
     def take_trace(self) -> list[str]:
         trace, self.trace = self.trace, []
@@ -302,6 +321,110 @@ class Manager:
     def close(self) -> dict[str, Any]:
         self.view = None
         self.connector.shutdown()
+        return {}
+
+
+class Engine(Manager):
+    """As Manager, under vLLM's real Scheduler: its block pool, its hashes, its offloading connector.
+
+    A GPU block is a row of an array. What a model would compute into a full block is the pattern of the block's key,
+    and whenever a request is scheduled all full blocks before its new tokens must hold theirs.
+    """
+
+    def _connect(self, config: VllmConfig, kv: KVCacheConfig) -> OffloadingConnector:
+        config.scheduler_config.max_num_batched_tokens = 64
+        scheduler_tokens, hash_tokens = kv_cache_utils.resolve_kv_cache_block_sizes(kv, config)
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=kv,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=scheduler_tokens,
+            hash_block_size=hash_tokens,
+            log_stats=True,
+        )
+        self.hasher = kv_cache_utils.get_request_block_hasher(hash_tokens, sha256_cbor)
+        self.stores: dict[int, Any] = {}
+        self.gpu: Any = None
+        return self.scheduler.connector
+
+    def serve(self, name: str, tokens: list[int], drawn: int = 2, limit: float = 60.0) -> dict[str, Any]:
+        """Runs one request to its end, and on until nothing of it is pending."""
+        if self.gpu is None:
+            self.gpu = np.full((self.blocks, self.view.shape[1]), 0xEE, np.uint8)
+        sampling = SamplingParams(max_tokens=drawn, ignore_eos=True)
+        sampling.update_from_generation_config({}, 2)
+        request = Request(
+            request_id=name, prompt_token_ids=tokens, sampling_params=sampling, pooling_params=None,
+            block_hasher=self.hasher,
+        )  # fmt: skip
+        self.scheduler.add_request(request)
+        computed, wrong, steps, end = 0, 0, 0, time.monotonic() + limit
+        while not request.is_finished() or self.connector.has_pending_push_work():
+            assert time.monotonic() < end, "the request does not end"
+            output = self.scheduler.schedule()
+            computed += output.num_scheduled_tokens.get(name, 0)
+            wrong += self._run(output)
+            steps += 1
+            if not output.num_scheduled_tokens:
+                time.sleep(0.002)
+        return {"computed": computed, "wrong": wrong, "steps": steps}
+
+    def _run(self, output: Any) -> int:
+        """A step of workers and model; returns how many blocks did not hold what they must."""
+        meta, done, received, wrong = output.kv_connector_metadata, {}, set(), 0
+        for job in meta.jobs_to_flush or ():
+            if job in meta.store_jobs:
+                self.stores[job] = meta.store_jobs.pop(job)
+        for job, entry in self.stores.items():
+            for block, chunk in zip(entry.src_spec.block_ids.tolist(), entry.dst_spec.chunk_ids.tolist(), strict=True):
+                self.view[chunk] = self.gpu[block]
+            done[job] = 1
+        self.stores = {}
+        for job, entry in meta.load_jobs.items():
+            for chunk, block in zip(entry.src_spec.chunk_ids.tolist(), entry.dst_spec.block_ids.tolist(), strict=True):
+                self.gpu[block] = self.view[chunk]
+            done[job] = 1
+            received.add(entry.req_id)
+        for name, new in output.num_scheduled_tokens.items():
+            wrong += self._compute(self.scheduler.requests[name], new)
+        self.stores.update(meta.store_jobs)
+        ids = list(output.num_scheduled_tokens)
+        drawn = [
+            [7] if self.scheduler.requests[each].num_computed_tokens >= self.scheduler.requests[each].num_tokens else []
+            for each in ids
+        ]
+        worker = OffloadingWorkerMetadata()
+        for job in done:
+            worker.mark_completed(job)
+        transfers = KVConnectorOutput(
+            finished_recving=received or None, kv_connector_worker_meta=worker if done else None
+        )
+        result = ModelRunnerOutput(
+            req_ids=ids, req_id_to_index={each: place for place, each in enumerate(ids)}, sampled_token_ids=drawn,
+            logprobs=None, prompt_logprobs_dict={}, pooler_output=None, kv_connector_output=transfers,
+        )  # fmt: skip
+        self.scheduler.update_from_output(output, result)
+        return wrong
+
+    def _compute(self, request: Request, new: int) -> int:
+        end, wrong = request.num_computed_tokens, 0
+        tables = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        keys = self.keys(request.all_token_ids)
+        for group, table, mine in zip(self.groups, tables, keys, strict=True):
+            reach = group.get("window") or end
+            for place, key in enumerate(mine[: end // group["tokens"]]):
+                block, after = table[place], (place + 1) * group["tokens"]
+                if block == 0:
+                    continue
+                if after > end - new:
+                    self.gpu[block] = pattern(key, self.gpu.shape[1])
+                elif after > end - new - reach:
+                    wrong += not np.array_equal(self.gpu[block], pattern(key, self.gpu.shape[1]))
+        return wrong
+
+    def close(self) -> dict[str, Any]:
+        self.view = None
+        self.scheduler.shutdown()
         return {}
 
 
@@ -318,7 +441,7 @@ def main() -> None:
                     os.environ.pop(variable, None)
                     if value is not None:
                         os.environ[variable] = value
-                managers[name] = Manager(command)
+                managers[name] = (Engine if command.pop("engine", False) else Manager)(command)
                 answer: Any = {"chained": managers[name].tier._chained}
             else:
                 answer = getattr(managers[name], op)(**command)
