@@ -22,14 +22,11 @@ are partial tails. Both are loaded one by one.
 import json
 import logging
 import os
-import queue
 import secrets
 import sys
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from itertools import islice
@@ -52,11 +49,13 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvcascade.config.errors import CascadeError, ConfigError, DaemonUnavailable, ProtocolError, Refused
-from kvcascade.daemon.attachment import Load, Reservation, Session
-from kvcascade.daemon.protocol import PAGE, BlockState
+from kvcascade.config.errors import CascadeError, ConfigError, ProtocolError, Refused
+from kvcascade.daemon.attachment import Session
+from kvcascade.daemon.protocol import PAGE
 from kvcascade.tiers.block import CRYPTOGRAPHIC, TAGGED, KVGroup, default_seed, none_hash, probe_hashes
 from kvcascade.tiers.namespace import Namespace, model_digest
+
+from .pages import COUNTERS, GROUP, HASH, NOTHING, OPERATION_S, Answer, Done, Job, Mover, Question, Run, group_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -64,32 +63,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PRODUCER: Final = "vllm-offload"
-NOTHING: Final = np.empty(0, np.uint32)
-HASH: Final = 32  # bytes of a hash: only SHA-256 keys are taken
-GROUP: Final = 4  # bytes of the KV group behind it
-
-# One operation of the daemon takes microseconds; this is when it counts as away.
-OPERATION_S: Final = 1.0
 ATTACH_S: Final = 2.0
-# A bit more than one operation and one copy, for threads that are to end.
-END_S: Final = 15.0
-BATCH_BYTES: Final = 32 << 20
-LOADERS: Final = 2
-LOOKUP_BATCHES: Final = 64  # queued; beyond it the lookup thread is far behind and new questions are misses
-CIRCUIT_FIRST_S, CIRCUIT_LAST_S = 0.5, 5.0
-# After holes, or an absence of the daemon, requests offer all their chunks anew for so long, not only new ones.
-HEAL_S: Final = 60.0
-
 _PREFIX = "vllm:kv_offload_kvcascade_"
-COUNTERS: Final = {
-    "lookup_timeouts": "Chunk lookups answered as a miss because the daemon's answer was late.",
-    "unavailable": "Operations that found no daemon within their deadline.",
-    "loaded_chunks": "Chunks copied from the daemon's memory into vLLM's.",
-    "failed_chunks": "Chunks that were promised and could not be loaded.",
-    "stored_chunks": "Chunks copied into the daemon's memory.",
-    "known_chunks": "Chunks offered that the daemon had, or another engine was storing.",
-    "dropped_chunks": "Chunks offered that found no room, no parent or no daemon.",
-}
 
 
 # ---- what this tier needs of vLLM
@@ -211,14 +186,24 @@ def _engine_identity(engine: Any) -> dict[str, Any]:
 
 
 def _model_identity(engine: Any) -> str:
-    """A digest of the effective config and the weight files. Raises ConfigError where there is nothing to digest."""
+    """A digest of the effective config and the weight files, of a draft model's too, whose layers are in the pages.
+
+    Raises ConfigError where there is nothing to digest.
+    """
     if engine is None:
         raise ConfigError("model: vLLM's config is not in reach; name the model in the tier's config: \"model\": ...")
-    model, load = engine.model_config, engine.load_config
-    config = model.hf_config.to_dict()
+    draft = getattr(engine.speculative_config, "draft_model_config", None)
+    models = [engine.model_config, *([draft] if draft is not None else [])]
+    return " ".join(_digest(model, engine.load_config) for model in models)
+
+
+def _digest(model: Any, load: Any) -> str:
+    config = json.loads(json.dumps(model.hf_config.to_dict(), default=str))
     if load.load_format == "dummy":
         return model_digest(config | {"kvcascade_dummy_seed": model.seed}, [])
     folder = Path(model.model)
+    if folder.is_file():
+        return model_digest(config, [folder])
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
@@ -282,336 +267,6 @@ class _Request:
         self.wanted.clear()
         for chain in self.chains.values():
             chain.asked = chain.matched = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """What one request wants to know of one group: of a chain (`chain`), or of the blocks `hashes` one by one."""
-
-    number: int
-    request_id: str
-    group: int  # vLLM's
-    hashes: bytes
-    chain: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """`found`: places among the question's hashes; of a chain, all before the number of them."""
-
-    question: _Question
-    found: "NDArray[np.uint32]"
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Blocks [start, start + len(chunks)) of a chain, whose hashes `hashes` are, and the rows that hold them."""
-
-    group: int  # the namespace's
-    hashes: bytes
-    start: int
-    chunks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    job_id: int
-    keys: tuple[bytes, ...]
-    runs: tuple[_Run, ...] = ()  # of a store: the keys in their order
-    chunks: tuple[int, ...] = ()  # of a load: one a key
-
-
-# ---- the threads' side
-
-
-class _Circuit:
-    """Open (nobody asks) for a while after a failure, longer after each further one. Any thread may use it."""
-
-    def __init__(self) -> None:
-        self._until = 0.0
-        self._pause = CIRCUIT_FIRST_S
-
-    @property
-    def open(self) -> bool:
-        return time.monotonic() < self._until
-
-    def failed(self) -> None:
-        self._until = time.monotonic() + self._pause
-        self._pause = min(2 * self._pause, CIRCUIT_LAST_S)
-
-    def worked(self) -> None:
-        self._until, self._pause = 0.0, CIRCUIT_FIRST_S
-
-
-class _Mover:
-    """Asks the daemon and copies, on threads of its own; everything put in comes out once, answered or failed."""
-
-    def __init__(self, session: Session, rows: "NDArray[np.uint8]", groups: dict[int, int], load_s: float) -> None:
-        self.session = session
-        self.circuit = _Circuit()
-        # Read and emptied by the scheduler's thread. Counts may miss an update: they are for people.
-        self.counts: Counter[str] = Counter()
-        self.answers: deque[_Answer] = deque()
-        self.results: deque[JobResult] = deque()
-        self.heal_until = 0.0
-        self._rows: NDArray[np.uint8] | None = rows
-        self._groups = groups
-        self._load_s = load_s
-        self._boot = b""
-        self._owing = False  # something could not be stored for want of a daemon
-        self._questions: queue.Queue[list[_Question] | None] = queue.Queue(LOOKUP_BATCHES)
-        # Under _changed: the jobs that no thread has begun, the number of those begun, and whether it is over.
-        self._changed = threading.Condition()
-        self._loads: deque[_Job] = deque()
-        self._stores: deque[_Job] = deque()
-        self._running = 0
-        self._over = False
-        work = [
-            ("lookup", self._look_up),
-            ("store", lambda: self._work(self._stores, self._store)),
-            *[("load", lambda: self._work(self._loads, self._load))] * LOADERS,
-        ]
-        self._threads = [threading.Thread(target=run, name=f"kvcascade-{name}", daemon=True) for name, run in work]
-        for thread in self._threads:
-            thread.start()
-
-    # ---- the scheduler's thread: none of these waits, but for drain and close
-
-    def ask(self, questions: list[_Question]) -> bool:
-        """False when the lookup thread is too far behind."""
-        try:
-            self._questions.put_nowait(questions)
-        except queue.Full:
-            return False
-        return True
-
-    def load(self, job: _Job) -> None:
-        with self._changed:
-            self._loads.append(job)
-            self._changed.notify_all()
-
-    def store(self, job: _Job) -> None:
-        with self._changed:
-            self._stores.append(job)
-            self._changed.notify_all()
-
-    def drain(self) -> None:
-        """Give up what is not begun, and return when nothing runs: vLLM's memory is left alone then.
-
-        Bounded by the deadline of the operation, and the copy, that each thread is in.
-        """
-        with self._changed:
-            self._give_up(self._loads)
-            self._give_up(self._stores)
-            while self._running:
-                self._changed.wait()
-
-    def close(self) -> None:
-        """As drain, and the threads end. Raises CascadeError if one does not: it may still copy."""
-        with self._changed:
-            self._over = True
-            self._give_up(self._loads)
-            self._give_up(self._stores)
-            self._changed.notify_all()
-        try:
-            self._questions.put(None, timeout=END_S)
-        except queue.Full:
-            pass
-        deadline = time.monotonic() + END_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        stuck = [thread.name for thread in self._threads if thread.is_alive()]
-        if stuck:
-            raise CascadeError(f"shutdown: {', '.join(stuck)} did not end within {END_S:g} s")
-        self._rows = None
-        self.session.close(OPERATION_S)
-
-    def _give_up(self, jobs: deque[_Job]) -> None:
-        while jobs:
-            self.results.append(JobResult(job_id=jobs.popleft().job_id, success=False))
-
-    # ---- the lookup thread
-
-    def _look_up(self) -> None:
-        while (batch := self._questions.get()) is not None:
-            for question in batch:
-                found = NOTHING
-                try:
-                    if not self.circuit.open and not self._over:
-                        found = self._found(question)
-                        self._worked()
-                except CascadeError as error:
-                    self._failed(error)
-                except Exception:
-                    log.exception("lookup failed request=%s", question.request_id)
-                self.answers.append(_Answer(question, found))
-
-    def _found(self, question: _Question) -> "NDArray[np.uint32]":
-        looked = self.session.lookup(
-            question.hashes,
-            request="",
-            group=self._groups[question.group],
-            pin=False,
-            promote=False,
-            each=not question.chain,
-        )
-        return np.arange(looked.matched, dtype=np.uint32) if looked.found is None else looked.found
-
-    def _failed(self, error: CascadeError) -> None:
-        if isinstance(error, DaemonUnavailable):
-            self.counts["unavailable"] += 1
-            self.circuit.failed()
-        else:
-            log.warning("the daemon would not: %s", error)
-
-    def _worked(self) -> None:
-        self.circuit.worked()
-        try:
-            boot = self.session.info.boot
-        except DaemonUnavailable:
-            return
-        if self._owing or boot != self._boot:
-            if self._owing or self._boot:
-                self.heal_until = time.monotonic() + HEAL_S
-            self._owing, self._boot = False, boot
-
-    # ---- the copying threads
-
-    def _work(self, jobs: deque[_Job], run: Callable[[_Job], list[bool]]) -> None:
-        while True:
-            with self._changed:
-                while not jobs and not self._over:
-                    self._changed.wait()
-                if not jobs:
-                    return
-                job = jobs.popleft()
-                self._running += 1
-            begin = time.monotonic()
-            good = [False] * len(job.keys)
-            try:
-                good = run(job)
-            except Exception:
-                log.exception("job failed job=%s", job.job_id)
-            result = JobResult(
-                job_id=job.job_id,
-                success=all(good),
-                successful_keys=tuple(key for key, well in zip(job.keys, good, strict=True) if well and job.chunks),
-                transfer_time=time.monotonic() - begin,
-                transfer_bytes=sum(good) * (0 if self._rows is None else self._rows.shape[1]),
-            )
-            with self._changed:
-                self.results.append(result)
-                self._running -= 1
-                self._changed.notify_all()
-
-    def _batch(self) -> int:
-        assert self._rows is not None
-        return max(1, BATCH_BYTES // int(self._rows.shape[1]))
-
-    def _load(self, job: _Job) -> list[bool]:
-        deadline = time.monotonic() + self._load_s
-        good = [False] * len(job.keys)
-        by_group: dict[int, list[int]] = {}
-        for place, key in enumerate(job.keys):
-            by_group.setdefault(self._groups[_group_of(key)], []).append(place)
-        for group, places in by_group.items():
-            for start in range(0, len(places), self._batch()):
-                part = places[start : start + self._batch()]
-                # Room for promotions, and pins, may come with each block that was loaded and let go.
-                while part and not self.circuit.open and time.monotonic() < deadline:
-                    loaded = self._load_part(job, group, part, deadline)
-                    for place in loaded:
-                        good[place] = True
-                    if not loaded:
-                        break
-                    part = [place for place in part if not good[place]]
-        self.counts["loaded_chunks"] += sum(good)
-        self.counts["failed_chunks"] += len(good) - sum(good)
-        return good
-
-    def _load_part(self, job: _Job, group: int, part: list[int], deadline: float) -> list[int]:
-        """Loads what lies in memory, or comes there in time; returns which of `part`."""
-        session, loaded, lease = self.session, list[int](), 0
-        try:
-            hashes = b"".join(job.keys[place][:HASH] for place in part)
-            looked = session.lookup(hashes, request="", group=group, each=True)
-            lease = looked.lease
-            if not lease or looked.found is None:
-                return []
-            left = max(0.0, deadline - time.monotonic())
-            load = session.load(
-                lease, looked.matched, wait_ms=int(left * 1000), timeout=max(OPERATION_S, left + OPERATION_S)
-            )
-            loaded = self._copy_out(load, job, [part[index] for index in looked.found[: load.count].tolist()])
-            self._worked()
-        except CascadeError as error:
-            self._failed(error)
-        finally:
-            if lease:
-                with suppress(CascadeError):
-                    session.release(lease, timeout=OPERATION_S)
-        return loaded
-
-    def _copy_out(self, load: Load, job: _Job, places: list[int]) -> list[int]:
-        rows = self._rows
-        assert rows is not None
-        with self.session.copying(load) as pools:
-            for place, pool, page in zip(places, load.pools.tolist(), load.pages.tolist(), strict=True):
-                np.copyto(rows[job.chunks[place]], pools[pool].slot(page, rows.shape[1]))
-        intact = self.session.intact(load)
-        return [place for place, well in zip(places, intact.tolist(), strict=True) if well]
-
-    def _store(self, job: _Job) -> list[bool]:
-        good: list[bool] = []
-        for run in job.runs:
-            for first in range(0, len(run.chunks), self._batch()):
-                chunks = run.chunks[first : first + self._batch()]
-                start = run.start + first
-                good += self._store_part(run.group, run.hashes[: (start + len(chunks)) * HASH], start, chunks)
-        self.counts["dropped_chunks"] += len(good) - sum(good)
-        return good
-
-    def _store_part(self, group: int, hashes: bytes, start: int, chunks: Sequence[int]) -> list[bool]:
-        nothing = [False] * len(chunks)
-        if self.circuit.open:
-            self._owing = True
-            return nothing
-        session = self.session
-        try:
-            reserved = session.reserve(hashes, request="", group=group, start=start)
-            if reserved.hole is not None:
-                self.heal_until = time.monotonic() + HEAL_S
-            if len(reserved.blocks):
-                self._copy_in(reserved, chunks)
-                if session.commit(reserved.lease, reserved.blocks).gone:
-                    return nothing
-            self._worked()
-        except CascadeError as error:
-            self._owing = True
-            self._failed(error)
-            return nothing
-        known = (reserved.states == BlockState.HERE) | (reserved.states == BlockState.IN_FLIGHT)
-        self.counts["stored_chunks"] += len(reserved.blocks)
-        self.counts["known_chunks"] += int(known.sum())
-        result: list[bool] = (known | (reserved.states == BlockState.SLOT)).tolist()
-        return result
-
-    def _copy_in(self, reserved: Reservation, chunks: Sequence[int]) -> None:
-        rows = self._rows
-        assert rows is not None
-        try:
-            with self.session.copying(reserved) as pools:
-                for block, pool, page in zip(
-                    reserved.blocks.tolist(), reserved.pools.tolist(), reserved.pages.tolist(), strict=True
-                ):
-                    np.copyto(pools[pool].slot(page, rows.shape[1]), rows[chunks[block - reserved.start]])
-        except BaseException:
-            self.session.abort(reserved.lease, timeout=OPERATION_S)
-            raise
-
-
-def _group_of(key: bytes) -> int:
-    return int.from_bytes(key[-GROUP:], "big")
 
 
 # ---- the tier
@@ -706,7 +361,7 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             log.warning("no daemon yet, its blocks are missed until it is there: %s", error)
         # Last: while somebody views vLLM's memory it cannot be unmapped, and a constructor that fails is kept for long.
         self._rows: NDArray[np.uint8] | None = np.asarray(primary_kv_view).view(np.uint8)
-        self._mover = _Mover(session, self._rows, self._groups, self._load_s)
+        self._mover = Mover(session, self._rows, self._groups, self._load_s)
 
     def _session(self) -> Session:
         return Session(
@@ -765,10 +420,10 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         if len(positions) == request.seen:
             return
         for key, position in islice(positions.items(), request.seen, None):
-            chain = request.chains.get(_group_of(key))
+            chain = request.chains.get(group_of(key))
             if chain is None or len(key) != HASH + GROUP:
                 continue
-            block, rest = divmod(position, self._tokens[_group_of(key)])
+            block, rest = divmod(position, self._tokens[group_of(key)])
             if not rest:
                 chain.later[block - 1] = key[:HASH]
                 while (following := chain.later.pop(len(chain.hashes) // HASH, None)) is not None:
@@ -777,7 +432,7 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
 
     def _place(self, request: _Request, key: bytes) -> tuple[_Chain, int] | None:
         """The key's chain and its place there, None where it stands alone."""
-        group = _group_of(key)
+        group = group_of(key)
         chain = request.chains.get(group)
         position = request.context._offload_key_positions.get(key)
         if chain is None or position is None:
@@ -791,7 +446,7 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         """HIT and MISS as the daemon said; RETRY while it is being asked, for `lookup_timeout_s` at most."""
         request = self._of(req_context)
         self._take_answers()
-        if not request.reads or self._refused or len(key) != HASH + GROUP or _group_of(key) not in self._groups:
+        if not request.reads or self._refused or len(key) != HASH + GROUP or group_of(key) not in self._groups:
             return LookupResult.MISS
         if key in request.failed:
             return LookupResult.MISS
@@ -817,7 +472,7 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """The step's questions, as one batch; and those that are late are misses."""
         self._take_answers()
-        batch: list[_Question] = []
+        batch: list[Question] = []
         for identity in list(self._wanting):
             request = self._requests[identity]
             if not request.unanswered:
@@ -825,15 +480,15 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
                 batch += self._questions_of(request)
         if batch and not self._mover.ask(batch):
             for question in batch:
-                self._answer(_Answer(question, NOTHING))
+                self._answer(Answer(question, NOTHING))
 
-    def _questions_of(self, request: _Request) -> list[_Question]:
+    def _questions_of(self, request: _Request) -> list[Question]:
         self._question += 1
         request.question = self._question
         chained: dict[int, None] = {}
         alone: dict[int, list[bytes]] = {}
         for key in request.wanted:
-            group = _group_of(key)
+            group = group_of(key)
             if self._place(request, key) is not None:
                 chained[group] = None
             else:
@@ -841,8 +496,8 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         request.wanted.clear()
         identity = request.context.req_id
         questions = [
-            _Question(self._question, identity, group, bytes(request.chains[group].hashes), True) for group in chained
-        ] + [_Question(self._question, identity, group, b"".join(hashes), False) for group, hashes in alone.items()]
+            Question(self._question, identity, group, bytes(request.chains[group].hashes), True) for group in chained
+        ] + [Question(self._question, identity, group, b"".join(hashes), False) for group, hashes in alone.items()]
         request.unanswered = len(questions)
         return questions
 
@@ -851,7 +506,7 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         while answers:
             self._answer(answers.popleft())
 
-    def _answer(self, answer: _Answer) -> None:
+    def _answer(self, answer: Answer) -> None:
         question = answer.question
         request = self._requests.get(question.request_id)
         if request is None or request.question != question.number:
@@ -875,7 +530,7 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         """Queues the job; its chunks are ours to write until it is reported."""
         keys, chunks = tuple(job_metadata.keys), tuple(int(chunk) for chunk in job_metadata.chunk_ids)
         self._loads[job_metadata.job_id] = (job_metadata.req_context.req_id, keys)
-        self._mover.load(_Job(job_metadata.job_id, keys, chunks=chunks))
+        self._mover.load(Job(job_metadata.job_id, keys, chunks=chunks))
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Queues the job. While more than a quarter of vLLM's memory waits to be stored, further jobs fail at once:
@@ -887,28 +542,28 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         waiting = sum(self._pending_stores.values())
         if not request.writes or self._refused or waiting + len(keys) > max(len(keys), len(self._rows) // 4):
             self._mover.counts["dropped_chunks"] += len(keys)
-            self._mover.results.append(JobResult(job_id=job_metadata.job_id, success=False))
+            self._mover.results.append(Done(job_metadata.job_id, False))
             return
         self._pending_stores[job_metadata.job_id] = len(keys)
         self._follow(request)
         ordered, runs = self._runs(request, keys, chunks)
-        self._mover.store(_Job(job_metadata.job_id, ordered, runs=runs))
+        self._mover.store(Job(job_metadata.job_id, ordered, runs=runs))
 
     def _runs(
         self, request: _Request, keys: Sequence[bytes], chunks: Sequence[int]
-    ) -> tuple[tuple[bytes, ...], tuple[_Run, ...]]:
+    ) -> tuple[tuple[bytes, ...], tuple[Run, ...]]:
         """The keys in the order of the runs of consecutive blocks that they are."""
-        alone: list[tuple[bytes, _Run]] = []
+        alone: list[tuple[bytes, Run]] = []
         chained: dict[int, list[tuple[int, int, bytes]]] = {}
         for key, chunk in zip(keys, chunks, strict=True):
-            group = _group_of(key)
+            group = group_of(key)
             place = self._place(request, key)
             if place is None:
-                alone.append((key, _Run(self._groups[group], key[:HASH], 0, (chunk,))))
+                alone.append((key, Run(self._groups[group], key[:HASH], 0, (chunk,))))
             else:
                 chained.setdefault(group, []).append((place[1], chunk, key))
         ordered: list[bytes] = []
-        runs: list[_Run] = []
+        runs: list[Run] = []
         for group, blocks in chained.items():
             blocks.sort()
             start = 0
@@ -916,7 +571,7 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
                 if end == len(blocks) or blocks[end][0] != blocks[end - 1][0] + 1:
                     run = blocks[start:end]
                     hashes = bytes(request.chains[group].hashes[: (run[-1][0] + 1) * HASH])
-                    runs.append(_Run(self._groups[group], hashes, run[0][0], tuple(chunk for _, chunk, _ in run)))
+                    runs.append(Run(self._groups[group], hashes, run[0][0], tuple(chunk for _, chunk, _ in run)))
                     ordered += [key for _, _, key in run]
                     start = end
         return (*ordered, *(key for key, _ in alone)), (*runs, *(run for _, run in alone))
@@ -932,8 +587,16 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             if load is not None and not result.success:
                 request = self._requests.get(load[0])
                 if request is not None:
-                    request.failed |= set(load[1]) - set(result.successful_keys or ())
-            finished.append(result)
+                    request.failed |= set(load[1]) - set(result.good)
+            finished.append(
+                JobResult(
+                    job_id=result.job_id,
+                    success=result.success,
+                    successful_keys=result.good if load is not None else None,
+                    transfer_time=result.seconds,
+                    transfer_bytes=result.nbytes,
+                )
+            )
         return finished
 
     def drain_jobs(self) -> None:
@@ -950,7 +613,7 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         over = self._mover
         over.close()
         self._namespace = replace(self._namespace, weights_epoch=f"private-{secrets.token_hex(16)}")
-        self._mover = _Mover(self._session(), self._rows, self._groups, self._load_s)
+        self._mover = Mover(self._session(), self._rows, self._groups, self._load_s)
         self._mover.results, self._mover.counts = over.results, over.counts
         for request in self._requests.values():
             request.forget()
