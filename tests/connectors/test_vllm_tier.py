@@ -6,6 +6,7 @@ KVCASCADE_VLLM_PYTHON names a Python that has vLLM; without one these tests are 
 import itertools
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -77,7 +78,9 @@ class Vllm:
         defaults = {"model": str(self.directory / "model"), "groups": FULL, "chunks": 12}
         # Seeds of one test are not those of the next.
         environ = {"PYTHONHASHSEED": None, **spec.pop("environ", {})}
-        self.command(manager.name, "make", {**defaults, **spec, "tier": tier, "environ": environ})
+        if "extra" not in spec:
+            spec["tier"] = tier
+        self.command(manager.name, "make", {**defaults, **spec, "environ": environ})
         return manager
 
     def command(self, manager: str, op: str, arguments: dict[str, Any]) -> Any:
@@ -465,6 +468,16 @@ def test_nothing_is_left_pinned_or_reserved(make: Callable[..., Manager], daemon
     assert daemon.check() == []
     status = daemon.status()
     assert all(not session.get("leases") for session in status["sessions"] if session["role"] != "tool")
+
+
+def test_the_config_in_the_readme_is_the_one_that_works(make: Callable[..., Manager], daemon: DaemonProcess) -> None:
+    line = re.search(r"--kv-transfer-config '(.*?)'", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert line is not None
+    config = json.loads(line[1])
+    assert (config["kv_connector"], config["kv_role"]) == ("OffloadingConnector", "kv_both")
+    manager = make(extra=config["kv_connector_extra_config"], environ={"KVCASCADE_SOCKET": str(daemon.socket)})
+    manager.store(name="a", tokens=prompt(1))
+    assert manager.stats() == {"stored_chunks": 10}
 
 
 # ---- refused at start

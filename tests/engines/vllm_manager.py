@@ -86,11 +86,11 @@ class Manager:
         page = groups[0].kv_cache_spec.page_size_bytes * len(groups)
         row = -(-page // 4096) * 4096
         tier = {"type": "CascadeTier", "module_path": "kvcascade.connectors.vllm_tier", **spec.get("tier", {})}
-        extra = {
+        extra = spec.get("extra") or {
             "spec_name": "TieringOffloadingSpec",
-            "cpu_bytes_to_use": row * spec["chunks"],
             "secondary_tiers": [tier],
         }
+        extra["cpu_bytes_to_use"] = row * spec["chunks"]
         transfer = KVTransferConfig(
             kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
         )
