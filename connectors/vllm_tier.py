@@ -253,7 +253,9 @@ class _Request:
     seen: int = 0  # entries of the context's positions that are in the chains
     alone: dict[bytes, bool] = field(default_factory=dict)  # what is known of keys that stand alone
     failed: set[bytes] = field(default_factory=set)
+    # To be asked at the step's end: keys that stand alone, and groups of which the whole chain is asked.
     wanted: dict[bytes, None] = field(default_factory=dict)
+    wanted_chains: set[int] = field(default_factory=set)
     # The last question's number, how many of its parts are not answered, and when that is late (0: nothing is asked).
     question: int = 0
     unanswered: int = 0
@@ -265,6 +267,7 @@ class _Request:
         self.deadline = 0.0
         self.alone.clear()
         self.wanted.clear()
+        self.wanted_chains.clear()
         for chain in self.chains.values():
             chain.asked = chain.matched = 0
 
@@ -465,7 +468,10 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             self._timeouts += 1
             request.failed.add(key)
             return LookupResult.MISS
-        request.wanted[key] = None
+        if place is None:
+            request.wanted[key] = None
+        else:
+            request.wanted_chains.add(group_of(key))
         self._wanting[req_context.req_id] = None
         return LookupResult.RETRY
 
@@ -485,19 +491,16 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
     def _questions_of(self, request: _Request) -> list[Question]:
         self._question += 1
         request.question = self._question
-        chained: dict[int, None] = {}
         alone: dict[int, list[bytes]] = {}
         for key in request.wanted:
-            group = group_of(key)
-            if self._place(request, key) is not None:
-                chained[group] = None
-            else:
-                alone.setdefault(group, []).append(key[:HASH])
-        request.wanted.clear()
+            alone.setdefault(group_of(key), []).append(key[:HASH])
         identity = request.context.req_id
         questions = [
-            Question(self._question, identity, group, bytes(request.chains[group].hashes), True) for group in chained
+            Question(self._question, identity, group, bytes(request.chains[group].hashes), True)
+            for group in request.wanted_chains
         ] + [Question(self._question, identity, group, b"".join(hashes), False) for group, hashes in alone.items()]
+        request.wanted.clear()
+        request.wanted_chains.clear()
         request.unanswered = len(questions)
         return questions
 
