@@ -1,6 +1,7 @@
 """Pages between an array and a real daemon, without an engine: what each job's end says is true of its bytes."""
 
 import hashlib
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -100,6 +101,28 @@ def test_a_slot_that_was_handed_on_before_the_copy_is_a_failed_load(
     assert (done.success, done.good) == (False, ())
     mover.close()
     other.close()
+
+
+def test_draining_waits_for_the_copy_that_runs(daemon: DaemonProcess) -> None:
+    late, rows = session(daemon, LateSession), np.zeros((16, ROW), np.uint8)
+    mover = Mover(late, rows, {0: 0}, 5.0)
+    mine = keys("a", 4)
+    assert store(mover, rows, mine).success
+    begun = threading.Event()
+
+    def linger(lease: int) -> None:
+        begun.set()
+        time.sleep(0.5)
+
+    late.between = linger  # type: ignore[attr-defined]
+    mover.load(Job(2, mine, chunks=(8, 9, 10, 11)))
+    assert begun.wait(PATIENCE_S)
+    mover.drain()
+    assert mover.results.popleft().success
+    rows[:] = 0xA5
+    time.sleep(0.2)
+    assert (rows == 0xA5).all()
+    mover.close()
 
 
 def test_jobs_that_were_not_begun_fail_once_when_it_ends(daemon: DaemonProcess) -> None:

@@ -363,6 +363,7 @@ def test_a_stopped_daemon_never_holds_the_scheduler(make: Callable[..., Manager]
         loaded = manager.load(name="c", tokens=prompt(1))
         assert loaded["good"] == sum(loaded["hits"]) and not loaded["waiting"]
         assert loaded["hits"] != [10]
+        assert manager.stats()["lookup_timeouts"]  # by the lookup's deadline, not the operation's
         for name in range(5):
             manager.store(name=f"s{name}", tokens=prompt(10 + name))
             expect_all(manager.load(name=f"l{name}", tokens=prompt(20 + name)), 0)
