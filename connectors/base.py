@@ -5,7 +5,8 @@ moves bytes. They share nothing but the `StepPlan` that the engine carries from 
 it carries back. To write a connector for another engine, implement `SchedulerConnector` and `WorkerConnector`, put
 them into `SafeScheduler` and `SafeWorker`, and translate the engine's own hooks into these calls:
 
-    a request arrives, or is scheduled anew     match(request, computed)  →  how many more tokens can be loaded
+    a request arrives                           arrived(request)
+    it is to be scheduled, or scheduled anew    match(request, computed)  →  how many more tokens can be loaded
     the engine gave it blocks for them          allocated(request, blocks, tokens, background)
     each step, also an empty one                plan_step(step)  →  StepPlan, to every worker
       on each worker, in this order             preempted(ids), start_load(plan), wait_load(layer), save(plan)
@@ -68,6 +69,11 @@ class Request:
     request_id: str
     tokens: int
     hashes: tuple[Sequence[BlockHash], ...]
+    token_ids: Sequence[int] = ()
+    """All of its tokens, as it grows; the daemon keeps those of stored blocks for whoever routes by prefix."""
+    prompt_tokens: int = 0
+    reads: bool = True
+    writes: bool = True
 
 
 class MatchState(Enum):
@@ -78,10 +84,15 @@ class MatchState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How many tokens beyond those already computed can be loaded; 0 unless READY."""
+    """How many tokens beyond those already computed can be loaded; 0 unless READY.
+
+    `background`: the engine should go on without the request while it is loaded; else within its step, which is
+    quicker for a few blocks that are in memory.
+    """
 
     tokens: int
     state: MatchState
+    background: bool = True
 
 
 NO_MATCH = Match(0, MatchState.MISS)
@@ -104,7 +115,8 @@ class Step:
 class Transfer:
     """Blocks of one request in one KV group and the slots that they come from or go to: five columns of one length.
 
-    `lease` protects the slots until it is released, committed or aborted. `indices` are the blocks' places in the
+    `lease`, given by the daemon of boot id `boot`, protects the slots until it is released, committed or aborted.
+    `indices` are the blocks' places in the
     chain (which rank writes a replicated head depends on them), `blocks` the engine's ids,
     `pools`/`pages`/`generations` name the slots. `background`, for loads: the engine computes without the request
     until it is reported as received; else it waits for the load within the step and is told of failures alone.
@@ -119,6 +131,7 @@ class Transfer:
     pages: tuple[int, ...]
     generations: tuple[int, ...]
     background: bool = False
+    boot: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +150,10 @@ class StepPlan:
 
     `failed`: loads that were promised and cannot be begun; workers report them as any failed load. `kept`: requests
     that are finished and whose blocks the engine keeps until they are reported as sent. `dropped`: requests that the
-    engine has forgotten, never to be reported again.
+    engine has forgotten, never to be reported again. `attachment` is what rank sessions join, and `weights_epoch` the
+    namespace's; an empty attachment means that the scheduler has none now. `seen_failures` counts the failed loads
+    within a step that the scheduler has been told of: until it knows all, whatever is computed may rest on bad blocks
+    and is not stored.
     """
 
     loads: tuple[Transfer, ...] = ()
@@ -145,6 +161,9 @@ class StepPlan:
     failed: tuple[FailedLoad, ...] = ()
     kept: frozenset[str] = frozenset()
     dropped: frozenset[str] = frozenset()
+    attachment: bytes = b""
+    weights_epoch: str = ""
+    seen_failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +173,15 @@ class Report:
     `sent`: requests of `StepPlan.kept` whose saves have ended: their blocks may be reused. `received`: requests whose
     background loads have ended, well or not. `failed`: loads, or parts of them, that ended badly; always in the same
     report as, or an earlier one than, the request's `received`. Engines that take failures by block use
-    `failed_blocks`, those that take them by request `failed_requests`.
+    `failed_blocks`, those that take them by request `failed_requests`. `loaded`: leases of loads within a step that
+    touch memory no more. `stored`: (lease, block indices) that this rank has committed.
     """
 
     sent: frozenset[str] = frozenset()
     received: frozenset[str] = frozenset()
     failed: tuple[FailedLoad, ...] = ()
+    loaded: tuple[int, ...] = ()
+    stored: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def failed_blocks(self) -> frozenset[int]:
@@ -179,6 +201,9 @@ class SchedulerConnector(ABC):
     connector's own small budget, and none may copy bytes.
     """
 
+    def arrived(self, request: Request) -> None:  # noqa: B027 - most need not know
+        """The request will be scheduled at some time: what is to be asked about it may be asked now. Never waits."""
+
     @abstractmethod
     def match(self, request: Request, computed_tokens: int) -> Match:
         """How many tokens after the first `computed_tokens` can be loaded.
@@ -195,8 +220,8 @@ class SchedulerConnector(ABC):
 
         Called for every request that is scheduled, with 0 tokens where nothing is to be loaded (it was the local
         cache's, another connector was chosen, or its background load is over): then its lease is released. Otherwise
-        the load must appear, in the next plan, in `loads` or in `failed`: an engine waits for it. Decide on `tokens`
-        alone.
+        the load must appear in `loads` or in `failed`, of the next plan or, in the background, of a later one: an
+        engine waits for it. Decide on `tokens` alone.
         """
 
     @abstractmethod
@@ -215,6 +240,9 @@ class SchedulerConnector(ABC):
         True: copies from or into its blocks are still running or to come, so the engine keeps them until a report
         names the request as sent; the next plan has it in `kept`. False: nothing of it will be reported any more; the
         next plan has it in `dropped`. Its leases are released, but for those of copies that still run.
+
+        Some engines themselves keep the blocks of a request that ends while it is loaded in the background, until it is
+        reported as received (vLLM). For those a connector returns False and does not drop it: its load ends as any.
         """
 
     @abstractmethod
@@ -224,6 +252,10 @@ class SchedulerConnector(ABC):
         `sent` and `received` hold a request once all ranks have named it; `failed` is the union. The next lookup of a
         failed block is a miss.
         """
+
+    def reset(self) -> bool:
+        """Nothing stored so far may be found again: the engine's weights were changed. Whether that is so now."""
+        return False
 
     @abstractmethod
     def close(self) -> None:
@@ -531,19 +563,28 @@ class SafeScheduler(SchedulerConnector):
 
     Loads that were promised to the engine then, and not planned, are reported as failed by the next plan, so that no
     request waits for ever; requests whose blocks are kept are reported by the workers as before. `failure` is the
-    exception, for `status` and logs.
+    exception, for `status` and logs. `engine_keeps_loading`: the engine is one that keeps the blocks of a request that
+    ends while it is loaded until it is reported as received.
     """
 
-    def __init__(self, inner: SchedulerConnector) -> None:
+    def __init__(self, inner: SchedulerConnector, *, engine_keeps_loading: bool = False) -> None:
         # On the engine's scheduling thread alone.
         self._inner = inner
         self._guard = _Guard(inner.close)
-        self._promised: dict[str, tuple[FailedLoad, ...]] = {}
+        self._engine_keeps_loading = engine_keeps_loading
+        self._promised: dict[str, tuple[FailedLoad, ...]] = {}  # in no plan yet
+        self._loading: set[str] = set()  # in the background, not yet reported as received
         self._ended: dict[str, bool] = {}  # since the last plan: request -> are its blocks kept
 
     @property
     def failure(self) -> Exception | None:
         return self._guard.failure
+
+    def arrived(self, request: Request) -> None:
+        try:
+            self._guard.call(self._inner.arrived, request)
+        except _Broken:
+            pass
 
     def match(self, request: Request, computed_tokens: int) -> Match:
         try:
@@ -557,17 +598,22 @@ class SafeScheduler(SchedulerConnector):
             self._promised[request.request_id] = tuple(
                 FailedLoad(request.request_id, group, ids, background) for group, ids in enumerate(blocks)
             )
+            if background:
+                self._loading.add(request.request_id)
         try:
             self._guard.call(self._inner.allocated, request, blocks, tokens, background=background)
         except _Broken:
             pass
 
     def plan_step(self, step: Step) -> StepPlan:
-        promised, self._promised = self._promised, {}
         ended, self._ended = self._ended, {}
         try:
-            return self._guard.call(self._inner.plan_step, step)
+            plan = self._guard.call(self._inner.plan_step, step)
+            for request_id in {load.request_id for load in plan.loads} | {load.request_id for load in plan.failed}:
+                self._promised.pop(request_id, None)
+            return plan
         except _Broken:
+            promised, self._promised = self._promised, {}
             return StepPlan(
                 failed=tuple(load for loads in promised.values() for load in loads),
                 kept=frozenset(request_id for request_id, kept in ended.items() if kept),
@@ -575,16 +621,26 @@ class SafeScheduler(SchedulerConnector):
             )
 
     def finished(self, request_id: str, blocks: BlockIds, final_tokens: int) -> bool:
-        self._promised.pop(request_id, None)
+        waits = self._engine_keeps_loading and request_id in self._loading
+        if not waits:
+            self._promised.pop(request_id, None)
         try:
             kept = self._guard.call(self._inner.finished, request_id, blocks, final_tokens)
         except _Broken:
             # A worker may still copy from or into the blocks; it reports the request as sent when none does.
-            kept = True
-        self._ended[request_id] = kept
+            kept = not self._engine_keeps_loading
+        if not waits:
+            self._ended[request_id] = kept
         return kept
 
+    def reset(self) -> bool:
+        try:
+            return self._guard.call(self._inner.reset)
+        except _Broken:
+            return True  # nothing is found any more
+
     def completed(self, report: Report) -> None:
+        self._loading -= report.received
         try:
             self._guard.call(self._inner.completed, report)
         except _Broken:

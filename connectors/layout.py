@@ -291,6 +291,27 @@ class Gatherer:
                     for target, block in zip(rows.reshape(len(rows), -1), ids, strict=True):
                         target[places] = in_engine_order[block]
 
+    def gather(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """A copy of the engine's blocks on their own device, as `put` takes it.
+
+        Queued on the current stream: what the engine queues behind it may overwrite the blocks. Raises ValueError for a
+        block id that there is not.
+        """
+        self._check_blocks(block_ids)
+        ids = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
+        staging = self._part.staging(len(ids), self._group.layers, self._device)
+        for layers, part in self._parts:
+            staging[:, :, layers].copy_(part.index_select(0, ids))
+        return staging
+
+    def put(self, gathered: torch.Tensor, slots: Slots) -> None:
+        """Copy what `gather` gave into this rank's part of `slots`, on the current stream.
+
+        Raises ValueError for lists of unlike length and for a slot that is too short or not contiguous.
+        """
+        _check_slots(slots, self._part.block_bytes, len(gathered), "blocks")
+        self._part.exchange(gathered, slots, slice(None), into_slots=True)
+
     def load(self, block_ids: Sequence[int], slots: Slots, *, stream: torch.cuda.Stream | None = None) -> None:
         """Copy this rank's part of `slots` into the engine's blocks `block_ids`, one each. Raises as `store` does.
 
@@ -309,6 +330,9 @@ class Gatherer:
 
     def _check(self, block_ids: Sequence[int], slots: Slots) -> None:
         _check_slots(slots, self._part.block_bytes, len(block_ids), "block ids")
+        self._check_blocks(block_ids)
+
+    def _check_blocks(self, block_ids: Sequence[int]) -> None:
         # A negative id would silently count from the end.
         if len(block_ids) and (min(block_ids) < 0 or max(block_ids) >= self._blocks):
             raise ValueError(f"block ids {min(block_ids)}..{max(block_ids)} are not within 0..{self._blocks - 1}")
@@ -321,11 +345,7 @@ class Gatherer:
 
     def _store_staged(self, block_ids: Sequence[int], slots: Slots) -> None:
         for chunk in self._part.chunks(len(block_ids), self._staging_bytes):
-            ids = torch.tensor(block_ids[chunk], device=self._device)
-            staging = self._part.staging(len(ids), self._group.layers, self._device)
-            for layers, part in self._parts:
-                staging[:, :, layers].copy_(part.index_select(0, ids))
-            self._part.exchange(staging, _sub_slots(slots, chunk), slice(None), into_slots=True)
+            self._part.exchange(self.gather(block_ids[chunk]), _sub_slots(slots, chunk), slice(None), into_slots=True)
 
     def _load_staged(self, block_ids: Sequence[int], slots: Slots) -> None:
         for chunk in self._part.chunks(len(block_ids), self._staging_bytes):

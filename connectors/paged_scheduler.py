@@ -1,0 +1,725 @@
+"""The scheduler's side of a paged engine's connector, over the daemon: what such engines' plug-ins are thin on top of.
+
+Rule: the scheduler's thread never waits for the daemon but for a small budget a step. Whatever is asked is asked on a
+thread of our own; an answer that is late is used by a later step, or let go of.
+
+A save never holds the engine's blocks (`paged_worker.py`), so the slots must be there when the step is planned:
+reservations that are not answered within the budget are used by a later step, if the request still runs then, and
+else forgotten.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvcascade.config.errors import CascadeError, DaemonUnavailable
+from kvcascade.daemon.attachment import Load, Lookup, Reservation, Session
+from kvcascade.daemon.protocol import BlockState, Tier
+from kvcascade.tiers.namespace import Namespace
+
+from .base import (
+    NO_MATCH,
+    BlockIds,
+    FailedLoad,
+    Match,
+    MatchState,
+    Report,
+    Request,
+    SchedulerConnector,
+    Step,
+    StepPlan,
+    Transfer,
+    common_hit,
+    loadable_tokens,
+    new_tokens,
+    storable_blocks,
+)
+
+log = logging.getLogger(__name__)
+
+LATER = Match(0, MatchState.LATER)
+LOAD_THREADS = 8
+LEAVE_ALONE_FIRST_S = 1.0
+LEAVE_ALONE_LAST_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the daemon may cost its engine."""
+
+    step_wait: float = 0.0005
+    """Seconds that the scheduling thread waits for answers in one step, all requests together."""
+    patience: float = 0.25
+    """Seconds after which a request is computed whose lookup has no answer; then the daemon is left alone a while."""
+    remote_patience: float = 2.0
+    """Seconds that a request waits while other nodes are still being asked."""
+    load_wait: float = 2.0
+    """Seconds that a load may take for blocks to come up from below."""
+    sync_bytes: int = 16 << 20
+    """Bytes that may be loaded within one step, the engine waiting for them; 0: all loads are in the background."""
+    timeout: float = 1.0
+    """Seconds after which any question counts as unanswered."""
+
+
+@dataclass(eq=False, slots=True)
+class _Question:
+    """One lookup. `done` is set by the thread that asked, last; before that the answer is its own."""
+
+    usable: int
+    asked_at: float
+    session: Session
+    answers: list[Lookup] = field(default_factory=list)
+    places: Load | None = None
+    error: str = ""
+    done: bool = False
+    abandoned: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Loading:
+    """One load: blocks [first, first + len(blocks)) of each group's chain. `done` as with `_Question`."""
+
+    request_id: str
+    background: bool
+    session: Session
+    leases: tuple[int, ...]
+    first: tuple[int, ...]
+    blocks: BlockIds
+    places: list[Load] = field(default_factory=list)
+    done: bool = False
+    planned: bool = False
+    cancelled: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Offer:
+    """Blocks [start, start + len(blocks)) of one group's chain that could be stored. `done` as with `_Question`."""
+
+    request_id: str
+    group: int
+    start: int
+    blocks: tuple[int, ...]
+    session: Session
+    reservation: Reservation | None = None
+    done: bool = False
+    abandoned: bool = False
+    late: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Life:
+    """What is known of one request. Of the scheduling thread alone."""
+
+    request: Request
+    computed: int = 0
+    question: _Question | None = None
+    waiting_since: float | None = None
+    loads_failed: bool = False
+    tiers: tuple[int, ...] = ()  # of the matched blocks of group 0
+    stored: list[int] = field(default_factory=list)  # blocks of each group that were offered, or matched
+    restarts: int = 1  # how often it may offer again from a hole
+    of_old_weights: bool = False  # some of its KV may have been computed before a reset
+
+
+class PagedScheduler(SchedulerConnector):
+    """The scheduler's side. `SafeScheduler(..., engine_keeps_loading=True)` goes around it."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        open_session: Callable[[str], Session],
+        *,
+        ranks: int = 1,
+        volatile_groups: frozenset[int] = frozenset(),
+        null_block: int | None = None,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """No IO before `attach`.
+
+        Args:
+            open_session: makes the scheduler's session for a weights epoch.
+            volatile_groups: KV groups of drafters, whose last block may change while the request decodes.
+            null_block: the engine's id for blocks out of a window, which hold nothing.
+        """
+        self._groups = namespace.groups
+        self._block_bytes = [namespace.block_bytes(group) for group in range(len(namespace.groups))]
+        self._open_session = open_session
+        self._volatile = volatile_groups
+        self._null_block = null_block
+        self._limits = limits or Limits()
+        # Loads within a step are for one rank and one group: what a rank computes on another's bad block is bad too,
+        # and engines take failures of several groups by request, which is for loads in the background alone.
+        self._syncs = ranks == 1 and len(self._groups) == 1 and self._limits.sync_bytes > 0
+        self._unit = int(np.lcm.reduce([group.block_tokens for group in self._groups]))
+        self._clock = clock
+        # All of this is the scheduling thread's, but that other threads mark as done, under _answered, what they did.
+        self._answered = threading.Condition(threading.Lock())
+        self._asker = ThreadPoolExecutor(1, thread_name_prefix="kvcascade-ask")
+        self._locator = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvcascade-load")
+        self._session = open_session(namespace.weights_epoch)
+        self._epoch = namespace.weights_epoch
+        self._lives: dict[str, _Life] = {}
+        self._unplanned: list[_Loading] = []
+        self._loading: dict[str, _Loading] = {}  # planned or not, in the background
+        self._step_loads: dict[int, _Loading] = {}  # planned, within a step, by lease
+        self._offers: list[_Offer] = []
+        self._dropped: set[str] = set()
+        self._cancelled: list[_Loading] = []  # of requests that ended before their load was planned
+        self._seen_failures = 0
+        self._wait_left = self._limits.step_wait
+        self._sync_left = self._limits.sync_bytes
+        self._pause = 0.0
+        self._not_before = 0.0
+        self._closed = False
+        self.counters: Counter[str] = Counter()
+        """Sums since the last `take_counters`; any thread of ours adds to it under _answered."""
+
+    # ---- for the plug-in
+
+    def attach(self, timeout: float = 5.0) -> tuple[str, ...]:
+        """Attach now; the daemon's warnings. Raises DaemonUnavailable, Refused, ProtocolError."""
+        return self._session.attach(timeout).warnings
+
+    def take_counters(self) -> dict[str, int]:
+        """The sums since the last call."""
+        with self._answered:
+            taken, self.counters = self.counters, Counter()
+        return dict(taken)
+
+    def sources(self, request_id: str, tokens: int) -> dict[int, int]:
+        """By the tier that they were in when they were looked up, the last `tokens` of those that were matched."""
+        life = self._lives.get(request_id)
+        if life is None:
+            return {}
+        size = self._groups[0].block_tokens
+        first = life.computed // size
+        found: Counter[int] = Counter()
+        for tier in life.tiers[first : first + tokens // size]:
+            found[tier] += size
+        return dict(found)
+
+    # ---- SchedulerConnector
+
+    def arrived(self, request: Request) -> None:
+        life = self._lives[request.request_id] = _Life(request, stored=[0] * len(self._groups))
+        usable = self._usable(request)
+        if request.reads and usable and self._may_ask():
+            self._ask(life, usable)
+
+    def match(self, request: Request, computed_tokens: int) -> Match:
+        life = self._lives.get(request.request_id)
+        if life is None:
+            life = self._lives[request.request_id] = _Life(request, stored=[0] * len(self._groups))
+        life.request, life.computed = request, computed_tokens
+        usable = self._usable(request)
+        if not request.reads or life.loads_failed or request.request_id in self._loading or usable <= computed_tokens:
+            self._let_go(life)
+            return NO_MATCH
+        question = self._current(life, usable)
+        if question is None:
+            life.waiting_since = None
+            return NO_MATCH
+        self._wait_for(question)
+        now = self._clock()
+        since = life.waiting_since = now if life.waiting_since is None else life.waiting_since
+        if not question.done:
+            if now - since < self._limits.patience:
+                return LATER
+            self._leave_alone()
+            return self._miss(life, "unanswered")
+        self._pause = 0.0
+        if question.error:
+            return self._miss(life, "unavailable")
+        asking = any(getattr(answer, "asking", False) for answer in question.answers)
+        if asking and now - since < self._limits.remote_patience:
+            self._ask(life, usable)
+            return LATER
+        return self._judge(life, question)
+
+    def _judge(self, life: _Life, question: _Question) -> Match:
+        hit = common_hit(
+            (answer.matched * group.block_tokens if answer.lease else 0, group.block_tokens)
+            for answer, group in zip(question.answers, self._groups, strict=True)
+        )
+        for group, answer in enumerate(question.answers):
+            life.stored[group] = max(life.stored[group], answer.matched)
+        tokens = new_tokens(hit, life.computed, life.request.tokens, self._unit)
+        if not tokens:
+            return self._miss(life, "missing" if not hit else "engine_has_it")
+        life.waiting_since = None
+        life.tiers = tuple(question.answers[0].tiers.tolist())
+        nbytes = self._block_bytes[0] * tokens // self._groups[0].block_tokens
+        places = question.places
+        sync = places is not None and places.count * self._unit >= life.computed + tokens and nbytes <= self._sync_left
+        if sync:
+            self._sync_left -= nbytes
+        return Match(tokens, MatchState.READY, background=not sync)
+
+    def allocated(self, request: Request, blocks: BlockIds, tokens: int, *, background: bool) -> None:
+        life = self._lives.get(request.request_id)
+        question = life.question if life is not None else None
+        if life is None or question is None or not tokens:
+            if life is not None:
+                self._let_go(life)
+            if tokens:
+                raise ValueError(f"{tokens} tokens for request {request.request_id!r}, for which none were matched")
+            return
+        life.question = None
+        ends = [(life.computed + tokens) // group.block_tokens for group in self._groups]
+        first = tuple(life.computed // group.block_tokens for group in self._groups)
+        loading = _Loading(
+            request.request_id,
+            background,
+            question.session,
+            tuple(answer.lease for answer in question.answers),
+            first,
+            tuple(tuple(ids[begin:end]) for ids, begin, end in zip(blocks, first, ends, strict=True)),
+        )
+        self._unplanned.append(loading)
+        if background:
+            self._loading[request.request_id] = loading
+        if question.places is not None and question.places.count >= ends[0]:
+            loading.places, loading.done = [question.places], True
+        else:
+            self._locator.submit(self._locate, loading, ends)
+        with self._answered:
+            for tier, count in self.sources(request.request_id, tokens).items():
+                self.counters[f"hit_tokens_{_tier_name(tier)}"] += count
+
+    def plan_step(self, step: Step) -> StepPlan:
+        for request_id in step.preempted:
+            life = self._lives.get(request_id)
+            if life is not None:
+                self._let_go(life)
+                self._abandon_offers(request_id)
+        loads, failed = self._plan_loads()
+        saves = self._plan_saves(step)
+        dropped, self._dropped = frozenset(self._dropped), set()
+        self._wait_left, self._sync_left = self._limits.step_wait, self._limits.sync_bytes
+        attachment = b""
+        if self._session.attached:
+            try:
+                attachment = self._session.info.attachment
+            except DaemonUnavailable:
+                pass  # it went away in between
+        return StepPlan(
+            loads=tuple(loads),
+            saves=tuple(saves),
+            failed=tuple(failed),
+            dropped=dropped,
+            attachment=attachment,
+            weights_epoch=self._epoch,
+            seen_failures=self._seen_failures,
+        )
+
+    def finished(self, request_id: str, blocks: BlockIds, final_tokens: int) -> bool:
+        life = self._lives.pop(request_id, None)
+        if life is not None:
+            self._let_go(life)
+            self._abandon_offers(request_id)
+        loading = self._loading.get(request_id)
+        if loading is None:
+            self._dropped.add(request_id)
+        elif not loading.planned:
+            # The engine waits for its end: the next plan tells the workers that it has failed.
+            self._unplanned.remove(loading)
+            self._cancelled.append(loading)
+        return False
+
+    def completed(self, report: Report) -> None:
+        doubted: dict[int, tuple[_Loading, dict[int, list[int]]]] = {}
+        for failure in report.failed:
+            self._seen_failures += not failure.background
+            loading = self._loading.get(failure.request_id) if failure.background else self._step_load(failure)
+            if loading is None:
+                continue
+            first, ids = loading.first[failure.group], loading.blocks[failure.group]
+            indices = [first + place for place, block in enumerate(ids) if block in failure.blocks]
+            self._count("load_failures", len(indices))
+            life = self._lives.get(failure.request_id)
+            if life is not None:
+                life.loads_failed = True
+                if indices:
+                    life.stored[failure.group] = min(life.stored[failure.group], indices[0])
+            doubted.setdefault(id(loading), (loading, {}))[1].setdefault(failure.group, []).extend(indices)
+        ended = [self._loading.pop(request_id) for request_id in report.received if request_id in self._loading]
+        ended += [self._step_loads.pop(lease) for lease in report.loaded if lease in self._step_loads]
+        for loading in ended:
+            _, failures = doubted.pop(id(loading), (loading, {}))
+            self._submit(self._end_load, loading, failures)
+        for loading, failures in doubted.values():
+            self._submit(self._doubt, loading, failures)
+
+    def reset(self) -> bool:
+        """From now on blocks go to, and come from, a private namespace: nobody has named the new weights.
+
+        False while a load is under way that was begun before: its request will hold KV of the old weights.
+        """
+        old = self._session
+        self._epoch = f"private-{time.time_ns():x}-{id(self):x}"
+        self._session = self._open_session(self._epoch)
+        for life in self._lives.values():
+            self._let_go(life)
+            life.of_old_weights = True
+        for offer in self._offers:
+            offer.abandoned = True
+        for loading in self._unplanned:
+            loading.places, loading.done = [], True
+        self._submit(old.close)
+        return not self._loading
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._asker.shutdown(wait=False, cancel_futures=True)
+        self._locator.shutdown(wait=False, cancel_futures=True)
+        self._session.close(self._limits.timeout)
+
+    # ---- lookups
+
+    def _usable(self, request: Request) -> int:
+        """The leading tokens that may be loaded: whole blocks in every group that have hashes, all but the last."""
+        hashed = min(
+            (len(hashes) * group.block_tokens for hashes, group in zip(request.hashes, self._groups, strict=True)),
+            default=0,
+        )
+        return loadable_tokens(hashed, request.tokens, self._unit)
+
+    def _current(self, life: _Life, usable: int) -> _Question | None:
+        """The question that answers for `usable` tokens now, asked anew where the last one's lease is running out."""
+        question = life.question
+        if question is not None and question.usable == usable:
+            if not question.done or question.error:
+                return question
+            kept = min((answer.deadline_ms for answer in question.answers), default=0) / 2000
+            if not kept or self._clock() - question.asked_at < kept:
+                return question
+        if not self._may_ask():
+            self._let_go(life)
+            return None
+        return self._ask(life, usable)
+
+    def _may_ask(self) -> bool:
+        return self._clock() >= self._not_before
+
+    def _ask(self, life: _Life, usable: int) -> _Question:
+        # Asking again renews the lease, if it is the same session's: only then is the old one not given back.
+        old = life.question
+        question = _Question(usable, self._clock(), self._session)
+        life.question = question
+        if old is not None and (old.session is not self._session or not old.done):
+            self._abandon(old)
+        self._count("lookups")
+        self._submit(self._look_up, question, life.request)
+        return question
+
+    def _look_up(self, question: _Question, request: Request) -> None:
+        """On the asking thread."""
+        session = question.session
+        try:
+            for number, group in enumerate(self._groups):
+                answer = session.lookup(
+                    b"".join(request.hashes[number][: question.usable // group.block_tokens]),
+                    request=f"{request.request_id}/{number}"[-128:],
+                    group=number,
+                    timeout=self._limits.timeout,
+                )
+                question.answers.append(answer)
+            first = question.answers[0]
+            if self._syncs and first.lease and first.matched == first.ready > 0:
+                nbytes = first.matched * self._block_bytes[0]
+                if nbytes <= self._limits.sync_bytes:
+                    question.places = session.load(first.lease, first.matched, timeout=self._limits.timeout)
+        except CascadeError as error:
+            question.error = f"{type(error).__name__}: {error}"
+            log.debug("lookup failed request=%s reason=%s", request.request_id, error)
+        except Exception as error:
+            question.error = f"{type(error).__name__}: {error}"
+            log.exception("lookup failed request=%s", request.request_id)
+        with self._answered:
+            question.done = True
+            unwanted = question.abandoned
+            self._answered.notify_all()
+        if unwanted or question.error:
+            self._release(session, [answer.lease for answer in question.answers])
+
+    def _miss(self, life: _Life, reason: str) -> Match:
+        self._count(f"miss_{reason}")
+        self._let_go(life)
+        return NO_MATCH
+
+    def _let_go(self, life: _Life) -> None:
+        life.waiting_since = None
+        question, life.question = life.question, None
+        if question is not None:
+            self._abandon(question)
+
+    def _abandon(self, question: _Question) -> None:
+        with self._answered:
+            question.abandoned = True
+            done = question.done
+        if done and not question.error:
+            leases = [answer.lease for answer in question.answers if answer.lease]
+            if leases:
+                self._submit(self._release, question.session, leases)
+
+    def _leave_alone(self) -> None:
+        self._pause = min(LEAVE_ALONE_LAST_S, max(LEAVE_ALONE_FIRST_S, 2 * self._pause))
+        self._not_before = self._clock() + self._pause
+
+    # ---- loads
+
+    def _locate(self, loading: _Loading, counts: Sequence[int]) -> None:
+        """On a loading thread: waits until the blocks are in memory."""
+        places: list[Load] = []
+        try:
+            for lease, count in zip(loading.leases, counts, strict=True):
+                wait = self._limits.load_wait
+                timeout = wait + self._limits.timeout
+                places.append(loading.session.load(lease, count, wait_ms=int(wait * 1000), timeout=timeout))
+        except CascadeError as error:
+            log.debug("load failed request=%s reason=%s", loading.request_id, error)
+        except Exception:
+            log.exception("load failed request=%s", loading.request_id)
+        with self._answered:
+            if not loading.done:
+                loading.places, loading.done = places, True
+            self._answered.notify_all()
+
+    def _plan_loads(self) -> tuple[list[Transfer], list[FailedLoad]]:
+        loads: list[Transfer] = []
+        failed: list[FailedLoad] = []
+        for loading in self._unplanned:
+            self._wait_for(loading)
+        due = [loading for loading in self._unplanned if loading.done]
+        self._unplanned = [loading for loading in self._unplanned if not loading.done]
+        for loading in due:
+            loading.planned = True
+            if not loading.background:
+                self._step_loads[loading.leases[0]] = loading
+            for group, ids in enumerate(loading.blocks):
+                place = loading.places[group] if group < len(loading.places) else None
+                first = loading.first[group]
+                here = max(0, min(len(ids), place.count - first)) if place is not None else 0
+                if place is not None and here:
+                    loads.append(self._load_of(loading, group, place, here))
+                if here < len(ids):
+                    self._count("blocks_late", len(ids) - here)
+                    failed.append(FailedLoad(loading.request_id, group, ids[here:], loading.background))
+        for loading in self._cancelled:
+            # Its lease goes when the load is reported as ended, or by its deadline.
+            loading.planned = True
+            failed.append(FailedLoad(loading.request_id, 0, loading.blocks[0], True))
+        self._cancelled = []
+        return loads, failed
+
+    def _load_of(self, loading: _Loading, group: int, place: Load, count: int) -> Transfer:
+        first, ids = loading.first[group], loading.blocks[group]
+        wanted = [i for i in range(count) if ids[i] != self._null_block]
+        at = np.asarray(wanted, np.int64) + first
+        return Transfer(
+            loading.request_id,
+            group,
+            loading.leases[group],
+            tuple(at.tolist()),
+            tuple(ids[i] for i in wanted),
+            tuple(place.pools[at].tolist()),
+            tuple(place.pages[at].tolist()),
+            tuple(place.generations[at].tolist()),
+            loading.background,
+            place.boot,
+        )
+
+    def _step_load(self, failure: FailedLoad) -> _Loading | None:
+        return next((load for load in self._step_loads.values() if load.request_id == failure.request_id), None)
+
+    def _end_load(self, loading: _Loading, failures: dict[int, list[int]]) -> None:
+        """On the asking thread."""
+        self._doubt(loading, failures)
+        self._release(loading.session, loading.leases)
+
+    def _doubt(self, loading: _Loading, failures: dict[int, list[int]]) -> None:
+        for group, indices in failures.items():
+            # Blocks that did not come in time are not doubted by that, but a lookup that finds them again at once
+            # would have the engine wait again: `loads_failed` sees to it.
+            place = loading.places[group] if group < len(loading.places) else None
+            copied = [index for index in indices if place is not None and index < place.count]
+            if copied:
+                try:
+                    loading.session.failed(loading.leases[group], copied, timeout=self._limits.timeout)
+                except CascadeError as error:
+                    log.debug("a failed load could not be reported reason=%s", error)
+
+    def _release(self, session: Session, leases: Iterable[int]) -> None:
+        """On the asking thread."""
+        held = [lease for lease in leases if lease]
+        if held:
+            try:
+                session.release(held, timeout=self._limits.timeout)
+            except CascadeError as error:
+                log.debug("leases end by their deadline reason=%s", error)
+
+    # ---- saves
+
+    def _plan_saves(self, step: Step) -> list[Transfer]:
+        fresh: list[_Offer] = []
+        if self._may_ask():
+            for request_id, final in step.final_tokens.items():
+                life = self._lives.get(request_id)
+                if life is None or not life.request.writes or life.of_old_weights:
+                    continue
+                for number, group in enumerate(self._groups):
+                    if final // group.block_tokens > life.stored[number]:
+                        offer = self._offer(life, number, final, step)
+                        if offer is not None:
+                            fresh.append(offer)
+        for offer in fresh:
+            self._submit(self._reserve, offer, self._lives[offer.request_id].request)
+        self._offers += fresh
+        for offer in self._offers:
+            self._wait_for(offer)
+        saves: list[Transfer] = []
+        waiting: list[_Offer] = []
+        for offer in self._offers:
+            if not offer.done:
+                offer.late = True
+                waiting.append(offer)
+            elif not self._settle(offer, step, saves):
+                waiting.append(offer)
+        self._offers = waiting
+        return saves
+
+    def _offer(self, life: _Life, number: int, final: int, step: Step) -> _Offer | None:
+        group, request = self._groups[number], life.request
+        end = min(storable_blocks(final, 0, group.block_tokens).stop, len(request.hashes[number]))
+        if number in self._volatile and final > request.prompt_tokens:
+            end -= 1
+        start = life.stored[number]
+        if end <= start:
+            return None
+        ids = step.blocks[request.request_id][number][:end]
+        while start < len(ids) and ids[start] == self._null_block:
+            start += 1
+        life.stored[number] = max(start, len(ids))
+        if start >= len(ids) or self._null_block in ids[start:]:
+            return None
+        return _Offer(request.request_id, number, start, tuple(ids[start:]), self._session)
+
+    def _reserve(self, offer: _Offer, request: Request) -> None:
+        """On the asking thread."""
+        size = self._groups[offer.group].block_tokens
+        end = offer.start + len(offer.blocks)
+        tokens = request.token_ids[offer.start * size : end * size]
+        try:
+            if not offer.abandoned:
+                offer.reservation = offer.session.reserve(
+                    b"".join(request.hashes[offer.group][:end]),
+                    request=f"{offer.request_id}/{offer.group}"[-128:],
+                    group=offer.group,
+                    start=offer.start,
+                    tokens=np.asarray(tokens, np.uint32) if len(tokens) == (end - offer.start) * size else b"",
+                    timeout=self._limits.timeout,
+                )
+        except CascadeError as error:
+            log.debug("nothing is stored request=%s reason=%s", offer.request_id, error)
+        except Exception:
+            log.exception("nothing is stored request=%s", offer.request_id)
+        with self._answered:
+            offer.done = True
+            unwanted = offer.abandoned
+            self._answered.notify_all()
+        if unwanted and offer.reservation is not None:
+            self._abort(offer)
+
+    def _settle(self, offer: _Offer, step: Step, saves: list[Transfer]) -> bool:
+        """Make saves of an answered offer; False where it has to wait for a step that has its request."""
+        held = offer.reservation
+        if offer.abandoned:
+            return True  # whoever finds that it is both done and abandoned first has aborted it
+        if held is None:
+            return True
+        life = self._lives[offer.request_id]
+        if held.hole is not None and held.hole < offer.start and life.restarts:
+            # Parents are gone that were matched or stored before; the engine has them all.
+            life.restarts -= 1
+            life.stored[offer.group] = held.hole
+            self._submit(self._abort, offer)
+            return True
+        refused = int((held.states == BlockState.NO_ROOM).sum())
+        if refused:
+            self._count("blocks_refused", refused)
+        if not len(held.blocks):
+            return True
+        if offer.late:
+            table = step.blocks.get(offer.request_id)
+            if table is None:
+                return False
+            if tuple(table[offer.group][offer.start : offer.start + len(offer.blocks)]) != offer.blocks:
+                self._submit(self._abort, offer)
+                return True
+        saves.append(
+            Transfer(
+                offer.request_id,
+                offer.group,
+                held.lease,
+                tuple(held.blocks.tolist()),
+                tuple(offer.blocks[index - offer.start] for index in held.blocks.tolist()),
+                tuple(held.pools.tolist()),
+                tuple(held.pages.tolist()),
+                tuple(held.generations.tolist()),
+                boot=held.boot,
+            )
+        )
+        return True
+
+    def _abandon_offers(self, request_id: str) -> None:
+        for offer in self._offers:
+            if offer.request_id == request_id and not offer.abandoned:
+                with self._answered:
+                    offer.abandoned = True
+                    done = offer.done
+                if done and offer.reservation is not None:
+                    self._submit(self._abort, offer)
+
+    def _abort(self, offer: _Offer) -> None:
+        """On the asking thread. No rank has been told of the slots, so none copies into them."""
+        assert offer.reservation is not None
+        try:
+            offer.session.abort(offer.reservation.lease, timeout=self._limits.timeout)
+        except CascadeError as error:
+            log.debug("a reservation ends by its deadline reason=%s", error)
+
+    # ---- waiting
+
+    def _wait_for(self, what: _Question | _Loading | _Offer) -> None:
+        """Return when it is done, or when this step's budget for waiting is spent."""
+        if what.done or self._wait_left <= 0:
+            return
+        began = time.perf_counter()
+        with self._answered:
+            self._answered.wait_for(lambda: what.done, self._wait_left)
+        self._wait_left -= time.perf_counter() - began
+
+    def _submit(self, errand: Callable[..., None], *arguments: Any) -> None:
+        if not self._closed:
+            self._asker.submit(errand, *arguments)
+
+    def _count(self, name: str, number: int = 1) -> None:
+        with self._answered:
+            self.counters[name] += number
+
+
+def _tier_name(tier: int) -> str:
+    try:
+        return Tier(tier).name.lower()
+    except ValueError:
+        return "other"

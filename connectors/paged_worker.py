@@ -1,0 +1,441 @@
+"""The worker's side of a paged engine's connector, over the daemon: copies between its blocks and the daemon's slots.
+
+Rule: a save never holds the engine's blocks. On the CPU they are copied into their slots before the step ends; on a
+device into a staging buffer in the order of the compute stream, from where a thread takes them on.
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcascade.config.errors import CascadeError, DaemonUnavailable, LayoutMismatch
+from kvcascade.daemon.attachment import Load, Reservation, Session
+from kvcascade.daemon.protocol import BlockState
+from kvcascade.tiers.namespace import Namespace
+
+from .base import FailedLoad, Report, StepPlan, Transfer, TransferBook, WorkerConnector
+from .layout import Gatherer, describe_paged
+from .paged_scheduler import Limits
+from .pools import PoolViews
+
+log = logging.getLogger(__name__)
+
+COPY_THREADS = 2
+STAGED_BYTES = 256 << 20
+"""Device memory that saves under way may take; what does not fit is not saved."""
+
+
+@dataclass(eq=False, slots=True)
+class _StepLoad:
+    """A load within the step whose copies are queued; `copying` keeps the pools until they have ended."""
+
+    transfer: Transfer
+    session: Session
+    copying: ExitStack
+    event: Any
+
+
+class PagedWorker(WorkerConnector):
+    """One rank's side. `SafeWorker` goes around it.
+
+    On the CPU copies for loads within the step and for saves run on the engine's thread, since its compute is done
+    when they begin; loads in the background run on threads of ours. On a CUDA device all copies are queued: loads
+    within the step on the compute stream, others on streams of our own that wait for it.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        open_session: Callable[[str], Session],
+        *,
+        ranks: int = 1,
+        rank: int = 0,
+        axes: str | None = None,
+        stage: bool = False,
+        limits: Limits | None = None,
+    ) -> None:
+        """No IO before the first plan.
+
+        Args:
+            open_session: makes this rank's session for a weights epoch; it joins what plans name.
+            axes: how the shape of a tensor reads, where sizes coincide.
+            stage: go through a staging buffer on the CPU too, so that saves are finished by a thread.
+        """
+        self._namespace = namespace
+        self._open_session = open_session
+        self._ranks, self._rank = ranks, rank
+        self._axes = axes
+        self._stage = stage
+        self._limits = limits or Limits()
+        # The engine's thread's, but for what _lock guards.
+        self._gatherers: list[Gatherer] = []
+        self._device = torch.device("cpu")
+        self._views = PoolViews(self._device)
+        self._book = TransferBook()
+        self._copier = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="kvcascade-copy")
+        self._session: Session | None = None
+        self._epoch: str | None = None
+        self._attachment = b""
+        self._step_loads: list[_StepLoad] = []
+        self._step_failures: list[FailedLoad] = []
+        self._loaded: list[int] = []
+        self._failures_begun = 0
+        self._streams: dict[int, Any] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+        self._stored: list[tuple[int, tuple[int, ...]]] = []
+        self._staged_bytes = 0
+        self.counters: Counter[str] = Counter()
+        """Sums since the last `take_counters`."""
+
+    def take_counters(self) -> dict[str, int]:
+        """The sums since the last call."""
+        with self._lock:
+            taken, self.counters = self.counters, Counter()
+        return dict(taken)
+
+    # ---- WorkerConnector
+
+    def register(self, tensors: Sequence[Sequence[Tensor]]) -> None:
+        dtype = self._namespace.kv_dtype
+        if len(tensors) != len(self._namespace.groups):
+            raise LayoutMismatch(
+                f"tensors of {len(tensors)} KV groups, the namespace has {len(self._namespace.groups)}"
+            )
+        gatherers = []
+        for group, layers in zip(self._namespace.groups, tensors, strict=True):
+            place = {"ranks": self._ranks, "rank": self._rank}
+            layout = describe_paged(layers, group, dtype, axes=self._axes, **place)
+            gatherers.append(Gatherer(layout, layers, group, **place))
+        self._gatherers = gatherers
+        self._device = tensors[0][0].device
+        self._views = PoolViews(self._device)
+
+    def unregister(self) -> None:
+        """The tensors go: on return no copy touches them. `register` brings new ones."""
+        self._book.close(self._limits.load_wait + self._limits.timeout)
+        self._book = TransferBook()
+        self._end_step_loads()
+        self._gatherers = []
+
+    def preempted(self, request_ids: frozenset[str]) -> None:
+        limit = self._limits.timeout
+        busy = self._book.preempt(request_ids, limit)
+        if busy and not self._book.wait_ended(busy, limit):
+            raise DaemonUnavailable(f"copies of preempted requests still run: {', '.join(sorted(busy))}")
+
+    def start_load(self, plan: StepPlan) -> None:
+        self._follow(plan)
+        for load in plan.failed:
+            if load.background:
+                self._book.fail(load)
+            else:
+                self._step_failed(load)
+        for request_id in plan.dropped:
+            self._book.drop(request_id)
+        session = self._session
+        for transfer in plan.loads:
+            if not transfer.background:
+                self._load_in_step(session, transfer)
+                continue
+            ticket = self._book.begin(transfer, load=True)
+            ready = self._compute_event()
+            try:
+                self._copier.submit(self._load_behind, session, ticket, ready)
+            except RuntimeError:  # closed
+                self._book.end(ticket, transfer.blocks)
+
+    def wait_load(self, layer: int | None = None) -> None:
+        """Nothing to wait for: on the CPU the loads are done, on a device the compute stream comes after them."""
+
+    def save(self, plan: StepPlan) -> None:
+        # A load within this step that failed, or one that the scheduler has not heard of yet: what was computed since
+        # may rest on its blocks, of whichever request.
+        self._end_step_loads()
+        session = self._session
+        if not plan.saves or session is None:
+            return
+        sound = plan.seen_failures >= self._failures_begun and bool(self._gatherers)
+        for transfer in plan.saves:
+            self._save(session, transfer, sound)
+
+    def finished(self) -> Report:
+        self._end_step_loads()
+        report = self._book.take()
+        failures, self._step_failures = self._step_failures, []
+        loaded, self._loaded = self._loaded, []
+        with self._lock:
+            stored, self._stored = self._stored, []
+        return Report(
+            report.sent, report.received, (*report.failed, *failures), loaded=tuple(loaded), stored=tuple(stored)
+        )
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._end_step_loads()
+        self._book.close(self._limits.load_wait + self._limits.timeout)
+        self._copier.shutdown(wait=True, cancel_futures=True)
+        if self._session is not None:
+            self._session.close(self._limits.timeout)
+        self._views.close()
+
+    # ---- the session
+
+    def _follow(self, plan: StepPlan) -> None:
+        """Join what the scheduler has attached, in a session of its weights' namespace."""
+        if not plan.attachment or (plan.attachment, plan.weights_epoch) == (self._attachment, self._epoch):
+            return
+        if self._session is None or plan.weights_epoch != self._epoch:
+            if self._session is not None:
+                self._copier.submit(self._session.close)
+            self._session = self._open_session(plan.weights_epoch)
+        self._session.join(plan.attachment)
+        self._attachment, self._epoch = plan.attachment, plan.weights_epoch
+        self._copier.submit(self._attach, self._session)
+
+    def _attach(self, session: Session) -> None:
+        try:
+            session.attach(self._limits.timeout)
+        except CascadeError as error:
+            log.warning("rank %d is not attached reason=%s", self._rank, error)
+
+    # ---- loads
+
+    def _load_in_step(self, session: Session | None, transfer: Transfer) -> None:
+        stack = ExitStack()
+        try:
+            if session is None:
+                raise DaemonUnavailable("the rank has joined no attachment yet")
+            session.attach(self._limits.timeout)
+            pools = stack.enter_context(session.copying(_load(transfer)))
+            slots = self._slots(pools, transfer)
+            self._gatherers[transfer.group].load(transfer.blocks, slots)
+        except (CascadeError, KeyError, ValueError, IndexError) as error:
+            stack.close()
+            log.debug("load failed request=%s reason=%s", transfer.request_id, error)
+            self._step_failed(FailedLoad(transfer.request_id, transfer.group, transfer.blocks))
+            self._loaded.append(transfer.lease)
+            return
+        except BaseException:
+            stack.close()
+            raise
+        self._step_loads.append(_StepLoad(transfer, session, stack, self._compute_event()))
+        if self._device.type == "cpu":
+            self._end_step_loads()
+
+    def _end_step_loads(self) -> None:
+        """Prove what was loaded within the step, once its copies have completed."""
+        loads, self._step_loads = self._step_loads, []
+        for load in loads:
+            with load.copying:
+                if load.event is not None:
+                    load.event.synchronize()
+                intact = load.session.intact(_load(load.transfer))
+            bad = tuple(block for block, good in zip(load.transfer.blocks, intact.tolist(), strict=True) if not good)
+            if bad:
+                self._step_failed(FailedLoad(load.transfer.request_id, load.transfer.group, bad))
+            self._loaded.append(load.transfer.lease)
+            self._note_load(load.transfer, len(bad))
+
+    def _step_failed(self, load: FailedLoad) -> None:
+        self._failures_begun += 1
+        self._step_failures.append(load)
+
+    def _load_behind(self, session: Session | None, ticket: Any, ready: Any) -> None:
+        """On a copying thread."""
+        transfer: Transfer = ticket.transfer
+        bad: Sequence[int] = transfer.blocks
+        try:
+            if session is None:
+                raise DaemonUnavailable("the rank has joined no attachment yet")
+            session.attach(self._limits.timeout)
+            held = _load(transfer)
+            with session.copying(held) as pools:
+                if ticket.given_up:
+                    raise DaemonUnavailable("the request has ended")
+                slots = self._slots(pools, transfer)
+                stream = self._stream()
+                if stream is None:
+                    self._gatherers[transfer.group].load(transfer.blocks, slots)
+                else:
+                    stream.wait_event(ready)
+                    with torch.cuda.stream(stream):
+                        self._gatherers[transfer.group].load(transfer.blocks, slots)
+                    stream.synchronize()
+                intact = session.intact(held)
+            bad = [block for block, good in zip(transfer.blocks, intact.tolist(), strict=True) if not good]
+        except (CascadeError, KeyError, ValueError, IndexError) as error:
+            log.debug("load failed request=%s reason=%s", transfer.request_id, error)
+        except Exception:
+            log.exception("load failed request=%s", transfer.request_id)
+        finally:
+            self._book.end(ticket, bad)
+            self._note_load(transfer, len(bad))
+
+    def _note_load(self, transfer: Transfer, bad: int) -> None:
+        good = len(transfer.blocks) - bad
+        with self._lock:
+            self.counters["loaded_bytes"] += good * self._rank_bytes(transfer.group)
+            self.counters["loaded_blocks"] += good
+            self.counters["failed_blocks"] += bad
+
+    # ---- saves
+
+    def _save(self, session: Session, transfer: Transfer, sound: bool) -> None:
+        gatherer = self._gatherers[transfer.group] if self._gatherers else None
+        mine = [i for i, index in enumerate(transfer.indices) if gatherer is None or gatherer.writes(index)]
+        if not mine:
+            return
+        part = _picked(transfer, mine)
+        if gatherer is None or not sound:
+            self._count("saves_doubted", len(mine))
+            self._submit(self._abort, session, part)
+            return
+        nbytes = len(mine) * self._rank_bytes(transfer.group)
+        if self._device.type == "cpu" and not self._stage:
+            try:
+                with session.copying(_reservation(part)) as pools:
+                    gatherer.store(part.blocks, self._slots(pools, part))
+            except (CascadeError, KeyError, ValueError, IndexError) as error:
+                log.debug("save failed request=%s reason=%s", part.request_id, error)
+                self._count("save_failures", len(mine))
+                self._submit(self._abort, session, part)
+            else:
+                self._submit(self._commit, session, part, nbytes)
+            return
+        with self._lock:
+            fits = self._staged_bytes + nbytes <= STAGED_BYTES
+            self._staged_bytes += nbytes if fits else 0
+        if not fits:
+            self._count("saves_skipped", len(mine))
+            self._submit(self._abort, session, part)
+            return
+        gathered = gatherer.gather(part.blocks)
+        self._submit(self._put, session, part, gathered, self._compute_event(), nbytes)
+
+    def _put(self, session: Session, part: Transfer, gathered: Tensor, ready: Any, nbytes: int) -> None:
+        """On a copying thread: from the staging buffer into the slots."""
+        done = False
+        try:
+            with session.copying(_reservation(part)) as pools:
+                slots = self._slots(pools, part)
+                stream = self._stream()
+                if stream is None:
+                    self._gatherers[part.group].put(gathered, slots)
+                else:
+                    stream.wait_event(ready)
+                    with torch.cuda.stream(stream):
+                        self._gatherers[part.group].put(gathered, slots)
+                    gathered.record_stream(stream)
+                    stream.synchronize()
+            done = True
+        except (CascadeError, KeyError, ValueError, IndexError) as error:
+            log.debug("save failed request=%s reason=%s", part.request_id, error)
+        except Exception:
+            log.exception("save failed request=%s", part.request_id)
+        finally:
+            del gathered
+            with self._lock:
+                self._staged_bytes -= nbytes
+        if done:
+            self._commit(session, part, nbytes)
+        else:
+            self._count("save_failures", len(part.blocks))
+            self._abort(session, part)
+
+    def _commit(self, session: Session, part: Transfer, nbytes: int) -> None:
+        """On a copying thread."""
+        try:
+            committed = session.commit(part.lease, part.indices, timeout=self._limits.timeout)
+        except CascadeError as error:
+            log.debug("save is lost request=%s reason=%s", part.request_id, error)
+            self._count("save_failures", len(part.blocks))
+            return
+        with self._lock:
+            self.counters["stored_bytes"] += nbytes
+            self.counters["stored_blocks"] += len(part.blocks) - committed.gone
+            if not committed.gone:
+                self._stored.append((part.lease, part.indices))
+
+    def _abort(self, session: Session, part: Transfer) -> None:
+        """On a copying thread."""
+        try:
+            session.abort(part.lease, part.indices, timeout=self._limits.timeout)
+        except CascadeError as error:
+            log.debug("slots end by their deadline reason=%s", error)
+
+    # ---- what both use
+
+    def _submit(self, errand: Callable[..., None], *arguments: Any) -> None:
+        if not self._closed:
+            self._copier.submit(errand, *arguments)
+
+    def _count(self, name: str, number: int) -> None:
+        with self._lock:
+            self.counters[name] += number
+
+    def _slots(self, pools: Any, transfer: Transfer) -> Any:
+        nbytes = self._namespace.block_bytes(transfer.group)
+        which, pages = np.asarray(transfer.pools, np.uint8), np.asarray(transfer.pages, np.uint32)
+        return self._views.slots(pools, which, pages, nbytes)
+
+    def _rank_bytes(self, group: int) -> int:
+        begin, end = self._gatherers[group].byte_range if self._gatherers else (0, 0)
+        return end - begin
+
+    def _compute_event(self) -> Any:
+        """An event behind all that the engine has queued so far; None on the CPU, where nothing is queued."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _stream(self) -> Any:
+        """The calling thread's own stream; None on the CPU."""
+        if self._device.type != "cuda":
+            return None
+        with self._lock:
+            if threading.get_ident() not in self._streams:
+                self._streams[threading.get_ident()] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            return self._streams[threading.get_ident()]
+
+
+def _load(transfer: Transfer) -> Load:
+    places = (np.asarray(transfer.pools, np.uint8), np.asarray(transfer.pages, np.uint32))
+    generations = np.asarray(transfer.generations, np.uint32)
+    return Load(transfer.boot, transfer.lease, len(transfer.blocks), *places, generations)
+
+
+def _reservation(transfer: Transfer) -> Reservation:
+    return Reservation(
+        transfer.boot,
+        transfer.lease,
+        transfer.indices[0],
+        np.full(len(transfer.indices), BlockState.SLOT, np.uint8),
+        np.asarray(transfer.indices, np.uint32),
+        np.asarray(transfer.pools, np.uint8),
+        np.asarray(transfer.pages, np.uint32),
+        np.asarray(transfer.generations, np.uint32),
+        hole=None,
+    )
+
+
+def _picked(transfer: Transfer, which: Sequence[int]) -> Transfer:
+    """Some of a transfer's blocks."""
+    if len(which) == len(transfer.blocks):
+        return transfer
+    columns = (transfer.indices, transfer.blocks, transfer.pools, transfer.pages, transfer.generations)
+    indices, blocks, pools, pages, generations = (tuple(column[i] for i in which) for column in columns)
+    return replace(transfer, indices=indices, blocks=blocks, pools=pools, pages=pages, generations=generations)

@@ -1,0 +1,595 @@
+"""The connector for vLLM: its prefixes outlive the request, the engine and the process.
+
+    vllm serve MODEL --prefix-caching-hash-algo sha256_cbor --kv-transfer-config
+      '{"kv_connector":"CascadeConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}'
+
+`CascadeConnector` translates vLLM's hooks (`KVConnectorBase_V1`, as of 0.32 and 0.33) into the calls of `base.py`; what
+is done about them is in `paged_scheduler.py` and `paged_worker.py`. Rule: whatever cannot be stored without doubt is
+refused while the engine starts, by the name of the flag to change; after that nothing raises into serving.
+
+Options, in `kv_connector_extra_config`: `socket`, the daemon's (else KVCASCADE_SOCKET, else this user's default);
+`sync_budget_bytes`, how much may be loaded within one step; `load_wait_s`, how long a load may take for blocks to come
+up from disk; `seed`, which this engine must have; `model_identity`, for weights that are not files; `weights_epoch`,
+the version of weights that are updated under the same name. A request may say `kv_transfer_params: {"kvcascade":
+"off"}`, or "read" or "write" for one of both.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as hooks
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.core import kv_cache_utils
+
+from kvcascade.config.errors import CascadeError, ConfigError, DaemonUnavailable, LayoutMismatch
+from kvcascade.daemon.attachment import Session
+from kvcascade.daemon.protocol import ROLE_RANK, ROLE_SCHEDULER, Tier
+from kvcascade.tiers.block import (
+    BlockHash,
+    committers,
+)
+
+from .base import BlockIds, FailedLoad, MatchState, Report, Request, SafeScheduler, SafeWorker, Step, StepPlan
+from .base import final_tokens as count_final_tokens
+from .paged_scheduler import Limits, PagedScheduler
+from .paged_worker import PagedWorker
+from .vllm_model import PRODUCER, Offered, namespace_of, own_probe, refuse_unsupported, shape_of
+
+log = logging.getLogger(__name__)
+
+CONNECTOR = "CascadeConnector"
+PARAMETER = "kvcascade"
+OPTIONS = ("socket", "sync_budget_bytes", "load_wait_s", "seed", "model_identity", "weights_epoch", "stage")
+MAX_EVENTS = 10_000
+
+_NULL_BLOCK = 0
+
+
+# ---- what travels between the two sides
+
+
+@dataclass
+class CascadeMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler to every worker, for one step."""
+
+    plan: StepPlan
+    preempted: frozenset[str] = frozenset()
+
+
+@dataclass
+class CascadeWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From a worker to the scheduler, what vLLM's own fields do not say; of several ranks: joined."""
+
+    failed: tuple[FailedLoad, ...] = ()
+    loaded: tuple[int, ...] = ()
+    stored: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "CascadeWorkerMetadata":
+        return CascadeWorkerMetadata(self.failed + other.failed, self.loaded + other.loaded, self.stored + other.stored)
+
+
+class _Hashes(Sequence[BlockHash]):
+    """The hashes of one KV group's blocks, as they grow: the last of the fine hashes within each block."""
+
+    def __init__(self, request: Any, ratio: int) -> None:
+        self._request, self._ratio = request, ratio
+
+    def __len__(self) -> int:
+        return len(self._request.block_hashes) // self._ratio
+
+    def __getitem__(self, key: Any) -> Any:
+        fine = self._request.block_hashes
+        if self._ratio == 1:
+            return fine[key]
+        if isinstance(key, slice):
+            last = range(self._ratio - 1, len(fine), self._ratio)
+            return [fine[place] for place in last[key]]
+        return fine[range(self._ratio - 1, len(fine), self._ratio)[key]]
+
+
+class _Tables(Mapping[str, BlockIds]):
+    """Block tables of the requests of a step, copied only when they are looked at."""
+
+    def __init__(self, state: Any, scheduled: Mapping[str, int]) -> None:
+        self._state, self._scheduled = state, scheduled
+
+    def __getitem__(self, request_id: str) -> BlockIds:
+        found = self._state.get_block_ids(request_id)
+        if found is None:
+            raise KeyError(request_id)
+        return found  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Any:
+        return iter(self._scheduled)
+
+    def __len__(self) -> int:
+        return len(self._scheduled)
+
+
+# ---- the connector
+
+
+class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """See the module. vLLM makes one with the scheduler and one with each worker."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._offered = Offered.here()
+        options = dict(self._kv_transfer_config.kv_connector_extra_config or {})
+        for name in options:
+            if name not in OPTIONS:
+                raise ConfigError(f"kv_connector_extra_config: {name!r:.60} is not one of {', '.join(OPTIONS)}")
+        refuse_unsupported(vllm_config, options)
+        self._options = options
+        self._shape = shape_of(vllm_config, kv_cache_config)
+        self._namespace = namespace_of(vllm_config, self._shape, options)
+        parallel = vllm_config.parallel_config
+        self._ranks, self._rank = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size
+        self._limits = _limits(options)
+        # Of the engine's thread on either side.
+        self._requests: dict[str, Any] = {}
+        self._described: dict[str, Request] = {}
+        self._background: dict[str, bool] = {}
+        self._report = Report()
+        self._events: list[Any] = []
+        self._announces: dict[tuple[int, int], _Announced] = {}
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        self._scheduler: SafeScheduler | None = None
+        self._worker: SafeWorker | None = None
+        self._paged: PagedScheduler | PagedWorker
+        if role == KVConnectorRole.SCHEDULER:
+            paged = PagedScheduler(
+                self._namespace,
+                self._scheduler_session,
+                ranks=self._ranks,
+                volatile_groups=self._shape.volatile,
+                null_block=_NULL_BLOCK,
+                limits=self._limits,
+            )
+            self._paged = paged
+            self._scheduler = SafeScheduler(paged, engine_keeps_loading=True)
+            self._attach(paged)
+        else:
+            worker = PagedWorker(
+                self._namespace,
+                self._rank_session,
+                ranks=self._ranks,
+                rank=self._rank,
+                axes="BHNC" if any(group.kind == "attention" for group in self._shape.groups) else None,
+                stage=bool(options.get("stage", False)),
+                limits=self._limits,
+            )
+            self._paged = worker
+            self._worker = SafeWorker(worker)
+
+    def _attach(self, paged: PagedScheduler) -> None:
+        try:
+            warnings = paged.attach()
+        except DaemonUnavailable as error:
+            log.warning("no daemon, so every prompt is computed; attaching later by itself reason=%s", error)
+        except CascadeError:
+            paged.close()
+            raise
+        else:
+            for warning in warnings:
+                log.warning("the daemon warns: %s", warning)
+
+    def _scheduler_session(self, epoch: str) -> Session:
+        return self._session(epoch, ROLE_SCHEDULER)
+
+    def _rank_session(self, epoch: str) -> Session:
+        return self._session(epoch, ROLE_RANK)
+
+    def _session(self, epoch: str, role: str) -> Session:
+        namespace = dataclasses.replace(self._namespace, weights_epoch=epoch)
+        return Session(
+            namespace=namespace.to_map(),
+            probe=[BlockHash(one) for one in own_probe(namespace.none_hash)],  # type: ignore[arg-type]
+            engine=(PRODUCER, self._offered.version),
+            role=role,
+            ranks=self._ranks,
+            rank=self._rank if role == ROLE_RANK else 0,
+            socket_path=self._options.get("socket"),
+            timeout=self._limits.timeout,
+        )
+
+    # ---- what vLLM asks of the class
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache may forget: a preempted request's output need not wait for its KV to be stored."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Nothing is done layer by layer."""
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return CascadeStats(data=data) if data is not None else CascadeStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return CascadeMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # ---- the scheduler's side
+
+    def on_new_request(self, request: Any) -> None:
+        assert self._scheduler is not None
+        self._requests[request.request_id] = request
+        self._scheduler.arrived(self._describe(request))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        match = self._scheduler.match(self._describe(request), num_computed_tokens)
+        if match.state is MatchState.LATER:
+            return None, False
+        self._background[request.request_id] = match.background
+        return match.tokens, bool(match.tokens) and match.background
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        assert self._scheduler is not None
+        background = self._background.pop(request.request_id, True)
+        table = blocks.get_block_ids() if num_external_tokens else ()
+        self._scheduler.allocated(self._describe(request), table, num_external_tokens, background=background)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        names = self._offered.sources
+        if names is None or not isinstance(self._paged, PagedScheduler):
+            return {}
+        by_tier: dict[int, Any] = {Tier.HBM: names.DEVICE, Tier.DRAM: names.HOST, Tier.DISK: names.DISK}
+        found: dict[Any, int] = {}
+        try:
+            for tier, tokens in self._paged.sources(request.request_id, num_external_tokens).items():
+                source = by_tier.get(tier, names.EXTERNAL_UNSPECIFIED)
+                found[source] = found.get(source, 0) + tokens
+        except Exception:
+            log.exception("hits are not told apart by source")
+            found = {}
+        missing = num_external_tokens - sum(found.values())
+        if missing:
+            found = {names.EXTERNAL_UNSPECIFIED: num_external_tokens}
+        return found
+
+    def build_connector_meta(self, scheduler_output: Any) -> CascadeMetadata:
+        assert self._scheduler is not None
+        preempted = frozenset(scheduler_output.preempted_req_ids or ())
+        scheduled = scheduler_output.num_scheduled_tokens
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        final = {}
+        for request_id, tokens in scheduled.items():
+            request = self._requests.get(request_id)
+            if request is not None:
+                computed = request.num_computed_tokens
+                final[request_id] = count_final_tokens(computed, tokens, len(drafts.get(request_id, ())))
+        tables = _Tables(scheduler_output.kv_connector_block_state, scheduled)
+        plan = self._scheduler.plan_step(Step(final, tables, preempted))
+        if self._announcing:
+            self._note_saves(plan)
+        return CascadeMetadata(plan, preempted)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        assert self._scheduler is not None
+        told = connector_output.kv_connector_worker_meta
+        if not isinstance(told, CascadeWorkerMetadata):
+            told = CascadeWorkerMetadata()
+        received = frozenset(connector_output.finished_recving or ())
+        if self._announcing:
+            self._note_stored(told)
+        self._scheduler.completed(Report(received=received, failed=told.failed, loaded=told.loaded))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks are never kept: saves do not need them, and vLLM itself keeps those of loads."""
+        assert self._scheduler is not None
+        request_id = request.request_id
+        self._requests.pop(request_id, None)
+        self._described.pop(request_id, None)
+        self._background.pop(request_id, None)
+        self._scheduler.finished(request_id, (), request.num_computed_tokens)
+        return False, self._hand_off(request)
+
+    def reset_cache(self) -> bool | None:
+        assert self._scheduler is not None
+        log.warning("reset: blocks stored so far are not used any more, and new ones are shared with nobody")
+        return self._scheduler.reset()
+
+    def _describe(self, request: Any) -> Request:
+        """What `base` knows a request by. A preempted one must have KV for what was drawn before as well."""
+        known = self._described.get(request.request_id)
+        if known is None or known.tokens != request.num_tokens:
+            reads, writes = self._wishes(request)
+            known = Request(
+                request.request_id,
+                request.num_tokens,
+                tuple(_Hashes(request, ratio) for ratio in self._shape.hash_ratios),
+                request.all_token_ids,
+                request.num_prompt_tokens,
+                reads,
+                writes,
+            )
+            self._described[request.request_id] = known
+        return known
+
+    def _wishes(self, request: Any) -> tuple[bool, bool]:
+        """May the request's KV be loaded, may it be stored?"""
+        parameters = request.kv_transfer_params
+        wish = parameters.get(PARAMETER, "on") if isinstance(parameters, Mapping) else "on"
+        transfer = self._kv_transfer_config
+        reads = wish in ("on", "read") and not request.skip_reading_prefix_cache
+        # A streaming session replaces tokens that were computed, so that their blocks are not final.
+        writes = wish in ("on", "write") and transfer.is_kv_producer and not getattr(request, "resumable", False)
+        return reads, writes
+
+    def _hand_off(self, request: Any) -> dict[str, Any] | None:
+        """What a request that ended gives its client to take to another engine (prefill to decode): nothing yet."""
+        return None
+
+    # ---- the worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert self._worker is not None
+        self._kv_caches = kv_caches
+        try:
+            self._worker.register([[kv_caches[name] for name in names] for names in self._shape.layers])
+        except KeyError as error:
+            raise LayoutMismatch(f"layer {error} has no KV tensor") from error
+        except LayoutMismatch as error:
+            layout = getattr(self._vllm_config.cache_config, "kv_cache_layout", None)
+            hint = "LBHNC and the other layouts of vllm's KVCacheLayout are known: set VLLM_KV_CACHE_LAYOUT=LBHNC"
+            raise LayoutMismatch(f"kv_cache_layout {layout}: {error}; {hint}") from error
+
+    def unregister_kv_caches(self) -> None:
+        if isinstance(self._paged, PagedWorker):
+            self._paged.unregister()
+
+    def restore_kv_caches(self) -> None:
+        if self._kv_caches:
+            self.register_kv_caches(self._kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        assert self._worker is not None
+        if kv_connector_metadata.preempted:
+            self._worker.preempted(kv_connector_metadata.preempted)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert self._worker is not None
+        self._worker.start_load(self._get_connector_metadata().plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads within the step are complete, or queued before the layer."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are saved whole, all layers at once, after the forward."""
+
+    def wait_for_save(self) -> None:
+        assert self._worker is not None
+        self._worker.save(self._get_connector_metadata().plan)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        assert self._worker is not None
+        self._report = self._worker.finished()
+        # With several KV groups a block's id does not say whose it is: failures are told by request.
+        failed = self._report.failed_requests & self._report.received if len(self._shape.groups) > 1 else frozenset()
+        return hooks.KVConnectorTransferResults(
+            finished_sending=set(self._report.sent),
+            finished_recving=set(self._report.received),
+            failed_recving=set(failed),
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set(self._report.failed_blocks) if len(self._shape.groups) == 1 else set()
+
+    def build_connector_worker_meta(self) -> CascadeWorkerMetadata | None:
+        report = self._report
+        if not (report.failed or report.loaded or report.stored):
+            return None
+        return CascadeWorkerMetadata(report.failed, report.loaded, report.stored)
+
+    # ---- both
+
+    def get_kv_connector_stats(self) -> "CascadeStats | None":
+        try:
+            counted = self._paged.take_counters()
+        except Exception:
+            log.exception("metrics are lost")
+            return None
+        return CascadeStats(data=dict(counted)) if counted else None
+
+    def shutdown(self) -> None:
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()
+
+    # ---- events
+
+    @property
+    def _announcing(self) -> bool:
+        events = getattr(self._vllm_config, "kv_events_config", None)
+        return bool(events is not None and events.enable_kv_cache_events)
+
+    def take_events(self) -> Iterable[Any]:
+        events, self._events = self._events, []
+        return events
+
+    def _note_saves(self, plan: StepPlan) -> None:
+        """Remember what the plan's saves are of, to announce them once every rank has stored its part."""
+        try:
+            for save in plan.saves:
+                request = self._requests.get(save.request_id)
+                if request is None:
+                    continue
+                group = self._shape.groups[save.group]
+                hashes = self._described[save.request_id].hashes[save.group]
+                lora = getattr(request, "lora_request", None)
+                for index in save.indices:
+                    begin = index * group.block_tokens
+                    event = BlockStored(
+                        block_hashes=[kv_cache_utils.maybe_convert_block_hash(hashes[index])],
+                        parent_block_hash=(
+                            kv_cache_utils.maybe_convert_block_hash(hashes[index - 1]) if index else None
+                        ),
+                        token_ids=list(request.all_token_ids[begin : begin + group.block_tokens]),
+                        block_size=group.block_tokens,
+                        lora_id=lora.adapter_id if lora else None,
+                        medium="CPU",
+                        lora_name=lora.lora_name if lora else None,
+                        group_idx=save.group,
+                    )
+                    writers = len(committers(group.kv_heads, self._ranks, index, group.kind))
+                    self._announces[save.lease, index] = _Announced(event, writers)
+            while len(self._announces) > MAX_EVENTS:
+                del self._announces[next(iter(self._announces))]
+        except Exception:
+            log.exception("events are lost")
+
+    def _note_stored(self, told: CascadeWorkerMetadata) -> None:
+        try:
+            for lease, indices in told.stored:
+                for index in indices:
+                    announced = self._announces.get((lease, index))
+                    if announced is None:
+                        continue
+                    announced.writers_left -= 1
+                    if not announced.writers_left:
+                        del self._announces[lease, index]
+                        if len(self._events) < MAX_EVENTS:
+                            self._events.append(announced.event)
+        except Exception:
+            log.exception("events are lost")
+
+
+@dataclass(slots=True)
+class _Announced:
+    """A block that is being stored, and how many ranks have still to say that their part is."""
+
+    event: Any
+    writers_left: int
+
+
+# ---- metrics
+
+
+@dataclass
+class CascadeStats(KVConnectorStats):  # type: ignore[misc]
+    """Sums of one interval; of several ranks, or of the scheduler and the ranks: added up."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "CascadeStats":
+        names = self.data.keys() | other.data.keys()
+        return CascadeStats(data={name: self.data.get(name, 0) + other.data.get(name, 0) for name in names})
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(sorted(self.data.items()))
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class CascadeMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The sums in vLLM's own /metrics: `vllm:kvcascade_<what>_total`, a few with a label that tells which."""
+
+    # From a counter of ours to (metric, help, label, value).
+    KNOWN: Mapping[str, tuple[str, str, str, str]] = {
+        **{
+            f"hit_tokens_{source}": ("hit_tokens", "Prompt tokens loaded, by where they were found", "source", source)
+            for source in ("hbm", "dram", "disk", "redis", "peer", "other")
+        },
+        **{
+            f"miss_{reason}": ("misses", "Requests of which nothing was loaded, by reason", "reason", reason)
+            for reason in ("missing", "engine_has_it", "unanswered", "unavailable")
+        },
+        **{
+            name: (name, text, "", "")
+            for name, text in (
+                ("lookups", "Lookups asked of the daemon"),
+                ("loaded_bytes", "Bytes copied from the daemon's memory"),
+                ("stored_bytes", "Bytes copied to the daemon's memory"),
+                ("loaded_blocks", "Blocks loaded, by all ranks"),
+                ("stored_blocks", "Blocks stored, by all ranks"),
+                ("failed_blocks", "Blocks whose load failed a check or a deadline"),
+                ("blocks_late", "Blocks that did not come up in time"),
+                ("blocks_refused", "Blocks that the daemon had no room for"),
+                ("save_failures", "Blocks whose save failed"),
+                ("saves_skipped", "Blocks not saved because too many saves were under way"),
+                ("saves_doubted", "Blocks not saved because they may rest on a failed load"),
+            )
+        },
+    }
+
+    def __init__(self, config: Any, metric_types: Any, labelnames: list[str], engines: dict[int, list[object]]) -> None:
+        super().__init__(config, metric_types, labelnames, engines)
+        self._children: dict[tuple[str, int], Any] = {}
+        made: dict[str, Any] = {}
+        try:
+            for counter, (name, text, label, value) in self.KNOWN.items():
+                if name not in made:
+                    labels = [*labelnames, label] if label else labelnames
+                    made[name] = self._counter_cls(name=f"vllm:kvcascade_{name}", documentation=text, labelnames=labels)
+                for engine, values in engines.items():
+                    self._children[counter, engine] = made[name].labels(*values, *([value] if label else []))
+        except Exception:
+            log.exception("metrics are not shown")
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        try:
+            for name, number in transfer_stats_data.items():
+                child = self._children.get((name, engine_idx))
+                if child is not None and number > 0:
+                    child.inc(number)
+        except Exception:
+            log.exception("metrics are lost")
+
+
+# ---- settings, and how vLLM finds us
+
+
+def _limits(options: Mapping[str, Any]) -> Limits:
+    limits = Limits()
+    for option, name in (("sync_budget_bytes", "sync_bytes"), ("load_wait_s", "load_wait")):
+        value = options.get(option)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ConfigError(f"kv_connector_extra_config: {option} must be a number of at least 0, got {value!r:.40}")
+        limits = dataclasses.replace(limits, **{name: type(getattr(limits, name))(value)})
+    return limits
+
+
+def register() -> None:
+    """vLLM's plug-in entry point: the connector is known by its name alone, without its module's path."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if CONNECTOR not in getattr(KVConnectorFactory, "_registry", {}):
+        KVConnectorFactory.register_connector(CONNECTOR, __name__, CONNECTOR)
