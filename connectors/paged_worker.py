@@ -30,6 +30,8 @@ from .pools import PoolViews
 log = logging.getLogger(__name__)
 
 COPY_THREADS = 2
+JOIN_S = 0.25
+"""Seconds of the engine's that joining the scheduler's attachment may take, each time that it has a new one."""
 STAGED_BYTES = 256 << 20
 """Device memory that saves under way may take; what does not fit is not saved."""
 
@@ -202,11 +204,14 @@ class PagedWorker(WorkerConnector):
             self._session = self._open_session(plan.weights_epoch)
         self._session.join(plan.attachment)
         self._attachment, self._epoch = plan.attachment, plan.weights_epoch
-        self._copier.submit(self._attach, self._session)
+        # Now, since this step's copies need it: the scheduler has just attached, so the daemon answers in milliseconds.
+        self._attach(self._session, JOIN_S)
+        if not self._session.attached:
+            self._submit(self._attach, self._session, self._limits.timeout)
 
-    def _attach(self, session: Session) -> None:
+    def _attach(self, session: Session, timeout: float) -> None:
         try:
-            session.attach(self._limits.timeout)
+            session.attach(timeout)
         except CascadeError as error:
             log.warning("rank %d is not attached reason=%s", self._rank, error)
 

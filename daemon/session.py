@@ -335,7 +335,10 @@ class Session(asyncio.Protocol):
         if self._transport.get_write_buffer_size():
             raise Refused("replies to earlier requests are still unread")
         with self._socket() as sock:
-            sent = socket.send_fds(sock, [frame], descriptors)
+            try:
+                sent = socket.send_fds(sock, [frame], descriptors)
+            except OSError as error:  # the client gave up while the request waited
+                raise Refused(f"the connection is lost: {error.strerror}") from error
         if sent < len(frame):
             self._write(frame[sent:])
 

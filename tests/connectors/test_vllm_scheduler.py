@@ -1,0 +1,448 @@
+"""vLLM's own scheduler and block pool drive the connector through the states that an engine reaches rarely.
+
+The model is one of ours that shows every wrong byte in its tokens (engines/vllm_side.py); the daemon is a real one.
+"""
+
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines.faulty_daemon import Rules
+from engines.scripted import eventually
+from engines.vllm_engine import Vllm, VllmError
+from engines.vllm_side import expected
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+BLOCK = 16
+MEGA = 1 << 20
+
+
+def prompt(name: int, tokens: int) -> list[int]:
+    return [(i * 31 + 7 * name + 3) % 1000 for i in range(tokens)]
+
+
+class Lab:
+    """One scheduler, worker and model of ours, in the module's process."""
+
+    def __init__(self, process: Vllm, model: Path, daemon: Any, **options: Any) -> None:
+        self._process = process
+        process.call("close")
+        process.call("lab", str(model), str(daemon.socket), **options)
+        self.prompts: dict[str, tuple[list[int], int]] = {}
+
+    def __getattr__(self, step: str) -> Any:
+        return lambda *arguments, **named: self._process.do(step, *arguments, **named)
+
+    def get(self, name: str) -> Any:
+        return self._process.get(name)
+
+    def add(self, name: str, tokens: list[int], count: int = 4, **options: Any) -> None:
+        self.prompts[name] = (tokens, count)
+        self._process.do("add", name, tokens, count, **options)
+
+    def serve(self, name: str, tokens: list[int], count: int = 4, **options: Any) -> int:
+        """Runs one request to its end, proves its tokens, and says how many tokens were computed for it."""
+        before = self.get("computed")
+        self.add(name, tokens, count, **options)
+        self.run(name)
+        self.prove(name)
+        return int(self.get("computed")) - before
+
+    def prove(self, *names: str) -> None:
+        for name in names:
+            tokens, count = self.prompts[name]
+            assert self.report(name)["tokens"] == expected(tokens, count), name
+
+    def sound(self) -> None:
+        """Nothing is left over, and nothing was told twice or written to what was free."""
+        assert self.idle() == 0
+        assert self.get("faults") == []
+        received = Counter(self.get("received"))
+        loads = Counter(self.get("loads"))
+        assert received == loads
+
+    def step_until(self, condition: Callable[[], bool], steps: int = 200) -> None:
+        for _ in range(steps):
+            if condition():
+                return
+            self.step()
+        raise AssertionError("it did not come to that")
+
+
+@pytest.fixture(scope="module")
+def process(start_vllm: Callable[..., Vllm]) -> Vllm:
+    return start_vllm()
+
+
+@pytest.fixture
+def start_lab(process: Vllm, tiny_model: Path) -> Iterator[Callable[..., Lab]]:
+    """Opens a lab in place of the one before, as a restarted engine."""
+    yield lambda daemon, **options: Lab(process, tiny_model, daemon, **options)
+    process.call("close")
+
+
+def stored(lab: Lab, daemon: Any, blocks: int) -> None:
+    """Waits until so many blocks are stored."""
+    eventually(lambda: sum(tier["blocks"] for tier in daemon.status()["tiers"] if tier["name"] == "dram") >= blocks)
+
+
+def pins(daemon: Any) -> int:
+    return int(daemon.status()["leases"]["pins"])
+
+
+# ---- what is loaded
+
+
+@pytest.mark.parametrize("sync_bytes", [0, MEGA])
+def test_a_restarted_engine_computes_only_what_is_not_stored(start_lab, daemon, sync_bytes):
+    lab = start_lab(daemon)
+    assert lab.serve("cold", prompt(1, 100)) == 103
+    lab.sound()
+    stored(lab, daemon, 6)
+    lab = start_lab(daemon, extra={"sync_budget_bytes": sync_bytes})
+    assert lab.serve("warm", prompt(1, 100)) == 7
+    assert lab.serve("longer", prompt(1, 90) + prompt(2, 60)) == 153 - 80
+    lab.sound()
+    assert lab.get("received") == ([] if sync_bytes else ["warm"])
+    counted = lab.counters()
+    assert counted["hit_tokens_dram"] == 96
+    assert counted["loaded_blocks"] == 6
+    # Fault C1: nothing stays pinned.
+    eventually(lambda: pins(daemon) == 0)
+
+
+def test_the_whole_prompt_is_never_loaded(start_lab, daemon):
+    # Fault E10: a prompt of whole blocks, all of them stored, with 0, some or all blocks in the engine's own cache.
+    start_lab(daemon).serve("cold", prompt(1, 96))
+    lab = start_lab(daemon, extra={"sync_budget_bytes": MEGA})
+    assert lab.serve("all", prompt(1, 96)) == 16 + 3
+    assert lab.serve("again", prompt(1, 96)) == 16 + 3
+    lab = start_lab(daemon)
+    assert lab.serve("some", prompt(1, 40)) == 40 - 32 + 3
+    assert lab.serve("all", prompt(1, 96)) == 16 + 3
+    lab.sound()
+
+
+def test_without_the_engines_own_cache_all_hits_are_ours(start_lab, daemon):
+    lab = start_lab(daemon, prefix_caching=False)
+    assert lab.serve("cold", prompt(1, 100)) == 103
+    stored(lab, daemon, 6)
+    assert lab.serve("warm", prompt(1, 100)) == 7
+    lab.sound()
+
+
+def test_a_request_may_wish_not_to_be_loaded_or_not_to_be_stored(start_lab, daemon):
+    lab = start_lab(daemon, prefix_caching=False)
+    for name, wish, computed in (("off", "off", 67), ("read", "read", 67), ("write", "write", 67), ("back", "off", 67)):
+        assert lab.serve(name, prompt(1, 64), parameters={"kvcascade": wish}) == computed
+    stored(lab, daemon, 4)
+    assert lab.serve("read again", prompt(1, 64), parameters={"kvcascade": "read"}) == 16 + 3
+    assert lab.serve("write again", prompt(1, 64), parameters={"kvcascade": "write"}) == 67
+    assert lab.serve("skips", prompt(1, 64), skip=True) == 67
+    lab.sound()
+
+
+def test_an_engine_that_only_consumes_stores_nothing(start_lab, daemon):
+    lab = start_lab(daemon, role="kv_consumer", prefix_caching=False)
+    assert lab.serve("first", prompt(1, 64)) == lab.serve("second", prompt(1, 64)) == 67
+    lab.sound()
+
+
+def test_what_a_request_draws_is_stored_as_it_is_computed(start_lab, daemon):
+    start_lab(daemon).serve("long", prompt(1, 20), 60)
+    drawn = expected(prompt(1, 20), 60)
+    lab = start_lab(daemon)
+    # 79 tokens were final: the last one drawn has no KV.
+    assert lab.serve("next turn", prompt(1, 20) + drawn + [5], 2) == 81 - 64 + 1
+    lab.sound()
+
+
+# ---- whatever ends a load or a save in the middle
+
+
+@pytest.mark.parametrize("point", ["ask", "load", "copy"])
+@pytest.mark.parametrize("event", ["abort", "slow", "another ends first", "daemon killed"])
+def test_a_load_may_end_in_any_way_at_any_point(start_lab, start_daemon, point, event):
+    # Faults E1, A10, C4: reported once, never after the engine has dropped it, and what was not loaded is computed.
+    daemon = start_daemon()
+    start_lab(daemon).serve("cold", prompt(1, 100))
+    lab = start_lab(daemon)
+    lab.serve("other", prompt(2, 20))
+    lab.hold(point)
+    lab.add("slow", prompt(1, 100))
+    for _ in range(3):
+        lab.step()
+    if event == "abort":
+        lab.abort("slow")
+        lab.step()
+    elif event == "another ends first" and point != "ask":
+        lab.serve("first", prompt(3, 30))
+    elif event == "daemon killed":
+        daemon.kill()
+    lab.release(point)
+    if event != "abort":
+        lab.run("slow")
+        lab.prove("slow")
+    lab.sound()
+    if not daemon.running:
+        daemon.start()
+    assert lab.serve("after", prompt(1, 100)) <= 103
+    lab.sound()
+    eventually(lambda: pins(daemon) == 0)
+
+
+@pytest.mark.parametrize("stage", [False, True])
+@pytest.mark.parametrize("point", ["ask", "copy"])
+@pytest.mark.parametrize("event", ["abort", "finish", "preempt", "pressure"])
+def test_a_save_may_be_cut_off_at_any_point_and_no_wrong_block_is_stored(start_lab, daemon, stage, point, event):
+    # A pending save is finished or failed before its blocks are reused: freed blocks hold poison.
+    lab = start_lab(daemon, prefix_caching=False, extra={"stage": stage}, blocks=24)
+    lab.hold(point)
+    lab.add("saved", prompt(1, 100), 6)
+    lab.step()
+    if event == "abort":
+        lab.abort("saved")
+    elif event == "finish":
+        lab.run("saved")
+    elif event == "preempt":
+        assert lab.preempt_all()
+    else:
+        for number in range(3):
+            lab.add(f"pressing {number}", prompt(5 + number, 90), 30)
+    for _ in range(3):
+        lab.step()
+    lab.release(point)
+    lab.run(*(name for name in lab.prompts if not (event == "abort" and name == "saved")))
+    lab.sound()
+    if event != "abort":
+        lab.prove(*lab.prompts)
+    lab = start_lab(daemon, prefix_caching=False)
+    lab.serve("read back", prompt(1, 100), 6)
+    lab.sound()
+
+
+def test_finishing_twice_and_outputs_of_forgotten_requests_do_no_harm(start_lab, daemon):
+    lab = start_lab(daemon)
+    lab.serve("one", prompt(1, 40))
+    lab.finish_again("one")
+    lab.step()
+    assert lab.serve("two", prompt(1, 40)) < 43
+    lab.sound()
+
+
+def test_a_preempted_request_is_loaded_again(start_lab, daemon):
+    lab = start_lab(daemon, prefix_caching=False)
+    lab.add("one", prompt(1, 100), 40)
+    lab.step_until(lambda: len(lab.report("one")["tokens"]) >= 20)
+    stored(lab, daemon, 7)
+    before = lab.get("computed")
+    assert lab.preempt_all()
+    lab.run("one")
+    lab.prove("one")
+    assert lab.get("computed") - before < 60
+    lab.sound()
+
+
+# ---- siblings, failures, policies
+
+
+def test_the_sibling_that_is_not_chosen_lets_go(start_lab, daemon):
+    lab = start_lab(daemon, multi="sibling", prefix_caching=False)
+    lab.serve("cold", prompt(1, 100))
+    stored(lab, daemon, 6)
+    assert lab.serve("warm", prompt(1, 100)) == 7
+    lab.sound()
+    assert "loaded_blocks" not in lab.counters()
+    eventually(lambda: pins(daemon) == 0)
+
+
+def test_the_sibling_that_is_chosen_loads(start_lab, daemon):
+    lab = start_lab(daemon, multi="chosen", prefix_caching=False)
+    lab.serve("cold", prompt(1, 100))
+    stored(lab, daemon, 6)
+    assert lab.serve("warm", prompt(1, 100)) == 7
+    lab.sound()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("damage", ["flipped bits", "daemon killed"])
+def test_a_failed_load_is_told_and_follows_the_policy(start_lab, start_daemon, tmp_path, monkeypatch, policy, damage):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    rules = Rules(tmp_path / "rules")
+    daemon = start_daemon(command=rules.command)
+    start_lab(daemon).serve("cold", prompt(1, 100))
+    stored(None, daemon, 6)
+    lab = start_lab(daemon, policy=policy)
+    if damage == "flipped bits":
+        daemon.restart()
+        rules.set("read slab-* flip 3")
+        lab.serve("wakes", prompt(9, 20))
+        eventually(lambda: lab.serve(f"wakes {random.random()}", prompt(9, 40)) < 43)
+        lab.add("hit", prompt(1, 100))
+    else:
+        lab.hold("copy")
+        lab.add("hit", prompt(1, 100))
+        lab.step()
+        daemon.kill()
+        lab.release("copy")
+    lab.run("hit")
+    rules.set_quietly()
+    if policy == "recompute":
+        lab.prove("hit")
+    elif lab.report("hit")["status"] != "FINISHED_LENGTH_CAPPED":
+        assert lab.report("hit")["status"] == "FINISHED_ERROR"
+    else:
+        assert damage == "flipped bits"  # the promotion had failed before the lookup was answered
+    lab.sound()
+    if not daemon.running:
+        daemon.start()
+    lab.serve("after", prompt(1, 100))
+    lab.sound()
+
+
+def test_a_load_within_the_step_that_fails_spoils_no_other_block(start_lab, start_daemon):
+    # The step computes on bad blocks before the engine is told: nothing of it may be stored.
+    daemon = start_daemon()
+    start_lab(daemon).serve("cold", prompt(1, 64))
+    stored(None, daemon, 4)
+    lab = start_lab(daemon, extra={"sync_budget_bytes": MEGA}, prefix_caching=False)
+    lab.serve("attached", prompt(8, 20))
+    lab.tamper()
+    lab.serve("bad", prompt(1, 64) + prompt(2, 50))
+    lab.sound()
+    assert lab.counters()["failed_blocks"] > 0
+    lab = start_lab(daemon, prefix_caching=False)
+    lab.serve("read back", prompt(1, 64) + prompt(2, 50))
+    lab.sound()
+
+
+# ---- the daemon's troubles
+
+
+def test_a_stopped_daemon_costs_a_moment_and_no_token(start_lab, start_daemon):
+    daemon = start_daemon()
+    start_lab(daemon).serve("cold", prompt(1, 100))
+    lab = start_lab(daemon)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    lab.serve("stopped", prompt(1, 100))
+    lab.serve("left alone", prompt(2, 100))
+    os.kill(daemon.pid, signal.SIGCONT)
+    lab.sound()
+
+
+def test_an_engine_that_starts_without_a_daemon_attaches_by_itself(start_lab, start_daemon):
+    daemon = start_daemon()
+    daemon.stop()
+    lab = start_lab(daemon)
+    assert lab.serve("alone", prompt(1, 100)) == 103
+    daemon.start()
+    number = iter(range(1000))
+    eventually(lambda: lab.serve(f"later {next(number)}", prompt(2, 100)) < 103 and lab.counters().get("stored_blocks"))
+    lab.sound()
+
+
+def test_a_restarted_daemon_serves_what_its_disk_kept(start_lab, start_daemon):
+    daemon = start_daemon()
+    lab = start_lab(daemon, prefix_caching=False)
+    lab.serve("cold", prompt(1, 100))
+    stored(lab, daemon, 6)
+    daemon.restart()
+    number = iter(range(1000))
+    eventually(lambda: lab.serve(f"later {next(number)}", prompt(1, 100)) == 7)
+    assert lab.counters().get("hit_tokens_disk", 0) + lab.counters().get("hit_tokens_dram", 0) >= 96
+    lab.sound()
+
+
+def test_after_a_reset_nothing_older_is_found(start_lab, daemon):
+    lab = start_lab(daemon, prefix_caching=False)
+    lab.serve("old", prompt(1, 100))
+    stored(lab, daemon, 6)
+    assert lab.reset()
+    assert lab.serve("new", prompt(1, 100)) == 103
+    eventually(lambda: lab.counters().get("stored_blocks", 0) >= 12)
+    assert lab.serve("again", prompt(1, 100)) == 7
+    lab.sound()
+
+
+# ---- events, refusals
+
+
+def test_stored_blocks_are_announced_with_their_tokens(start_lab, daemon):
+    lab = start_lab(daemon, events=True)
+    lab.serve("cold", prompt(1, 40))
+    found: list[dict[str, Any]] = []
+
+    def all_told() -> bool:
+        lab.serve(f"more {len(found)} {random.random()}", prompt(7, 5), 1)
+        found.extend(lab.get("events"))
+        return {tuple(one["token_ids"]) for one in found} >= {tuple(prompt(1, 40)[s : s + BLOCK]) for s in (0, 16)}
+
+    eventually(all_told)
+    assert {one["medium"] for one in found} == {"CPU"}
+    assert {one["block_size"] for one in found} == {BLOCK}
+    lab.sound()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"algo": "sha256"}, "--prefix-caching-hash-algo sha256_cbor"),
+        ({"extra": {"seed": "42"}}, "PYTHONHASHSEED=42"),
+        ({"extra": {"sokcet": "/x"}}, "'sokcet'"),
+        ({"extra": {"sync_budget_bytes": -1}}, "sync_budget_bytes must be a number"),
+        ({"kv_dtype": "int8_per_token_head"}, "--kv-cache-dtype"),
+        ({"stages": 2}, "--pipeline-parallel-size 1"),
+    ],
+)
+def test_what_cannot_be_stored_rightly_is_refused_by_the_flag_to_change(start_lab, daemon, options, told):
+    with pytest.raises(VllmError) as raised:
+        start_lab(daemon, **options)
+    assert told in str(raised.value)
+
+
+# ---- everything at once
+
+
+def test_tokens_are_right_whatever_happens_at_random(start_lab, start_daemon):
+    # Faults E1, M1: a small pool, so that requests are preempted, and aborts, resets, slow answers and a killed daemon.
+    daemon = start_daemon(dram="8MiB", dram_slab="1MiB")
+    chance = random.Random(os.environ.get("KVC_SEED", "7"))
+    lab = start_lab(daemon, blocks=26, extra={"sync_budget_bytes": 20_000}, max_tokens_a_step=48)
+    heads = [prompt(name, 64) for name in range(4)]
+    aborted: set[str] = set()
+    for number in range(120):
+        name = f"r{number}"
+        tail = prompt(100 + chance.randrange(6), chance.randrange(1, 40))
+        lab.add(name, chance.choice(heads)[: chance.choice((16, 40, 64))] + tail, chance.randrange(1, 20))
+        for _ in range(chance.randrange(4)):
+            lab.step()
+        what = chance.random()
+        if what < 0.1:
+            victim = chance.choice(list(lab.prompts))
+            lab.abort(victim)
+            aborted.add(victim)
+        elif what < 0.2:
+            try:
+                lab.preempt_all()
+            except VllmError as error:
+                assert "Failed to reset KV cache" in str(error)  # vLLM's own, while a request is being loaded
+        elif what < 0.4:
+            point = chance.choice(("ask", "load", "copy"))
+            lab.hold(point)
+            for _ in range(chance.randrange(3)):
+                lab.step()
+            lab.release(point)
+        elif what < 0.43:
+            daemon.kill()
+            daemon.start()
+    lab.sound()
+    done = [name for name in lab.prompts if name not in aborted]
+    lab.prove(*done)
+    assert all(value >= 0 for value in lab.counters().values())
+    eventually(lambda: pins(daemon) == 0)

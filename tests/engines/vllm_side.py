@@ -1,0 +1,565 @@
+"""What runs in the environment of `make engines`: vLLM's real engine, or its real scheduler around a model of ours.
+
+Run as a program, it takes steps over a pipe (its one argument is the descriptor) as `Engine` in vllm_engine.py asks.
+
+The model of ours (`Lab`) has no weights and is exact: the KV of a token is a number that depends on the token and on
+the KV of the token before it, read back from the blocks; every byte of a block holds it, and the token drawn next
+depends on it. So whatever a wrong, late or torn block does to the KV shows in the tokens. Blocks that nobody owns are
+filled with poison between the steps, and are looked at again before: a copy into a block that was freed is seen.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cbor2
+import torch
+
+MODULUS = 65_521  # exact in float32, with room for the pattern
+POISON = -7.0
+BLOCK_TOKENS = 16
+HEADS, LAYERS, HEAD_DIM = 2, 2, 8
+
+
+# ---- the model of ours
+
+
+def next_value(before: int, token: int, position: int) -> int:
+    """The KV of the token at `position`, where that of the token before it is `before`."""
+    return (before * 31 + token * 17 + position + 1) % MODULUS
+
+
+def drawn(value: int) -> int:
+    return value % 991
+
+
+def expected(tokens: list[int], count: int) -> list[int]:
+    """What the model draws after `tokens`, by itself."""
+    value, out = 0, []
+    for position, token in enumerate(tokens):
+        value = next_value(value, token, position)
+    for _ in range(count):
+        token = drawn(value)
+        out.append(token)
+        value = next_value(value, token, len(tokens) + len(out) - 1)
+    return out
+
+
+class HeldPool:
+    """Threads whose work waits while `held`: a copy, a lookup or a reservation that takes as long as a test likes."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads)
+        self._open = threading.Event()
+        self._open.set()
+
+    def hold(self) -> None:
+        self._open.clear()
+
+    def release(self) -> None:
+        self._open.set()
+
+    def submit(self, work: Any, *arguments: Any) -> Any:
+        def later() -> None:
+            self._open.wait(60)
+            work(*arguments)
+
+        return self._pool.submit(later)
+
+    def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
+        self._open.set()
+        self._pool.shutdown(wait=wait, cancel_futures=cancel_futures)
+
+
+class Lab:
+    """vLLM's scheduler and KV cache manager around the connector and the model of ours."""
+
+    def __init__(
+        self,
+        model: str,
+        socket: str,
+        *,
+        blocks: int = 64,
+        prefix_caching: bool = True,
+        policy: str = "recompute",
+        max_tokens_a_step: int = 64,
+        multi: str = "",
+        extra: dict[str, Any] | None = None,
+        role: str = "kv_both",
+        events: bool = False,
+        algo: str = "sha256_cbor",
+        kv_dtype: str = "auto",
+        stages: int = 1,
+    ) -> None:
+        """`multi`: "chosen" or "sibling", whether ours is the child of a MultiConnector whose hit is taken."""
+        from vllm.config import (
+            CacheConfig,
+            DeviceConfig,
+            KVEventsConfig,
+            KVTransferConfig,
+            ModelConfig,
+            SchedulerConfig,
+            VllmConfig,
+        )
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+        from vllm.utils.hashing import sha256_cbor
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        init_none_hash(sha256_cbor)
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256_cbor)
+        options = {"socket": socket, "sync_budget_bytes": 0, **(extra or {})}
+        ours = {
+            "kv_connector": "CascadeConnector",
+            "kv_connector_module_path": "kvcascade.connectors.vllm",
+            "kv_role": role,
+            "kv_connector_extra_config": options,
+        }
+        if multi:
+            other = {
+                "kv_connector": "ShelfConnector",
+                "kv_connector_module_path": "vllm_shelf",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {},
+            }
+            children = [ours, other] if multi == "chosen" else [other, ours]
+            ours = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"connectors": children},
+            }
+        cache = CacheConfig(
+            block_size=BLOCK_TOKENS, enable_prefix_caching=prefix_caching, prefix_caching_hash_algo=algo
+        )
+        cache.cache_dtype = kv_dtype
+        cache.kv_cache_layout = "LBHNC"
+        self.config = VllmConfig(
+            model_config=ModelConfig(model=model, dtype="float32", seed=0, skip_tokenizer_init=True),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=16,
+                max_num_batched_tokens=max_tokens_a_step,
+                max_model_len=1024,
+                enable_chunked_prefill=True,
+                is_encoder_decoder=False,
+                async_scheduling=False,
+            ),
+            cache_config=cache,
+            kv_transfer_config=KVTransferConfig(**ours, kv_load_failure_policy=policy),
+            device_config=DeviceConfig("cpu"),
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
+        )
+        self.config.parallel_config.pipeline_parallel_size = stages
+        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_DIM, dtype=torch.float32)
+        names = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
+        cached = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, spec)])
+        cache.num_gpu_blocks = blocks
+        self.scheduler = Scheduler(
+            vllm_config=self.config,
+            kv_cache_config=cached,
+            log_stats=True,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=BLOCK_TOKENS,
+        )
+        if events:
+            self.scheduler.kv_event_publisher = self
+        self.worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, cached)
+        self.kv = torch.full((LAYERS, blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_DIM), POISON)
+        self.worker.register_kv_caches(dict(zip(names, self.kv, strict=True)))
+        self._pattern = (torch.arange(HEADS)[:, None] * 64 + torch.arange(2 * HEAD_DIM)[None]) % 7
+        self.requests: dict[str, Any] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.reasons: dict[str, str] = {}
+        self.faults: list[str] = []
+        self.received: list[str] = []
+        self.loads: list[str] = []  # in the background, as the scheduler began them
+        self.events: list[dict[str, Any]] = []
+        self.computed = 0
+        self._poisoned: set[int] = set()
+        self.counted: dict[str, int] = {}
+        self.sources: dict[str, int] = {}
+
+    def publish(self, batch: Any) -> None:
+        """In place of vLLM's publisher: keep what it would send of blocks in host memory."""
+        for event in batch.events:
+            if event.medium == "CPU":
+                plain = {name: getattr(event, name) for name in event.__struct_fields__}
+                self.events.append(json.loads(json.dumps(plain, default=str)))
+
+    def shutdown(self) -> None:
+        """As a publisher's."""
+
+    # ---- requests
+
+    def add(self, name: str, tokens: list[int], count: int = 4, parameters: Any = None, skip: bool = False) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        sampling = SamplingParams(max_tokens=count, ignore_eos=True)
+        if parameters is not None:
+            sampling.extra_args = {"kv_transfer_params": parameters}
+        sampling.update_from_generation_config({}, 2)
+        if skip:
+            sampling.skip_reading_prefix_cache = True
+        request = Request(
+            request_id=name,
+            prompt_token_ids=tokens,
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        self.requests[name] = request
+        self.outputs[name] = []
+        self.scheduler.add_request(request)
+
+    def abort(self, name: str) -> None:
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def preempt_all(self) -> bool:
+        """As a reset of the prefix cache does it to running requests."""
+        return bool(self.scheduler.reset_prefix_cache(reset_running_requests=True))
+
+    def finish_again(self, name: str) -> None:
+        self.scheduler.connector.request_finished_all_groups(self.requests[name], ([],))
+
+    def tamper(self) -> None:
+        """Let the next load within a step copy other bytes than it should, and its slots' generations say so."""
+        paged = self._ours[1]._paged
+        prove, store = paged._gatherers[0].load, paged._gatherers[0]
+
+        class Torn:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(store, name)
+
+            def load(self, blocks: Any, slots: Any) -> None:
+                prove(blocks, slots)
+                lab.kv[:, list(blocks)[-2:]] = 12345.0
+                paged._gatherers[0] = store
+
+        lab, session = self, paged._session
+        intact = session.intact
+
+        def torn(held: Any) -> Any:
+            session.intact = intact
+            found = intact(held)
+            found[-2:] = False
+            return found
+
+        session.intact = torn
+        paged._gatherers[0] = Torn()
+
+    def reset(self, connector: bool = True) -> bool:
+        return bool(self.scheduler.reset_prefix_cache(reset_running_requests=False, reset_connector=connector))
+
+    # ---- steps
+
+    def step(self) -> list[str]:
+        """One step of the engine; the requests that computed in it."""
+        waiting = self._waiting()
+        planned = self.scheduler.schedule()
+        self.loads += sorted(self._waiting() - waiting)
+        self._look_at_poison()
+        output = self._execute(planned)
+        told = self.scheduler.update_from_output(planned, output)
+        for outputs in told.values():
+            if outputs.scheduler_stats is not None:
+                self._count(outputs.scheduler_stats.kv_connector_stats or {})
+            for one in outputs.outputs:
+                self.outputs[one.request_id] += one.new_token_ids
+                if one.finish_reason is not None:
+                    self.reasons[one.request_id] = str(one.finish_reason)
+        return list(planned.num_scheduled_tokens)
+
+    def _waiting(self) -> set[str]:
+        requests = self.scheduler.requests.items()
+        return {name for name, one in requests if one.status.name == "WAITING_FOR_REMOTE_KVS"}
+
+    def _execute(self, planned: Any) -> Any:
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+        worker, meta = self.worker, planned.kv_connector_metadata
+        worker.handle_preemptions(meta)
+        worker.bind_connector_metadata(meta)
+        if planned.has_sync_kv_loads:
+            worker.start_load_kv(None)
+        names = list(planned.num_scheduled_tokens)
+        sampled = [self._forward(name, planned.num_scheduled_tokens[name]) for name in names]
+        if not planned.has_sync_kv_loads:
+            worker.start_load_kv(None)
+        worker.wait_for_save()
+        results = worker.get_transfer_results(planned.finished_req_ids)
+        self.received += sorted(results.finished_recving)
+        connector_output = KVConnectorOutput(
+            finished_sending=results.finished_sending or None,
+            finished_recving=results.finished_recving or None,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_stats=worker.get_kv_connector_stats(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: place for place, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=None,
+            kv_connector_output=connector_output,
+        )
+
+    def _forward(self, name: str, count: int) -> list[int]:
+        request = self.scheduler.requests[name]
+        end = request.num_computed_tokens  # the scheduler counts them before they are computed
+        tokens = list(request.all_token_ids)
+        (table,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+        value = 0
+        for position in range(end - count, end):
+            before = self._read(table, position - 1) if position else 0
+            value = next_value(before, tokens[position], position)
+            self.kv[:, table[position // BLOCK_TOKENS], :, position % BLOCK_TOKENS] = value + self._pattern
+        self.computed += count
+        return [drawn(value)] if end >= len(tokens) else []
+
+    def _read(self, table: list[int], position: int) -> int:
+        """The KV of one token; another number than was written if any byte of it is another."""
+        found = self.kv[:, table[position // BLOCK_TOKENS], :, position % BLOCK_TOKENS] - self._pattern
+        first = found.flatten()[0]
+        return int(first) if bool((found == first).all()) else -1
+
+    def _look_at_poison(self) -> None:
+        """Before a step: nobody has written to what nobody owned. After that, what nobody owns is poisoned."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        for block in self._poisoned:
+            if not bool((self.kv[:, block] == POISON).all()):
+                self.faults.append(f"block {block} was written to while it was free")
+        free = {block.block_id for block in pool.blocks if block.ref_cnt == 0 and block.block_hash is None}
+        for block in free:
+            self.kv[:, block] = POISON
+        # What has an owner now is written to from this step on.
+        self._poisoned = free - {pool.null_block.block_id}
+
+    def run(self, *names: str, steps: int = 400) -> None:
+        """Steps until these requests have ended, and until the scheduler holds nothing of them."""
+        for _ in range(steps):
+            if all(self.requests[name].is_finished() for name in names):
+                return
+            if not self.step():
+                time.sleep(0.005)
+        raise AssertionError(f"not finished: {[(n, str(self.requests[n].status)) for n in names]}")
+
+    def idle(self, steps: int = 400) -> int:
+        """Steps until nothing is left; how many blocks are then still owned: none should be."""
+        for _ in range(steps):
+            if not self.scheduler.has_requests():
+                break
+            if not self.step():
+                time.sleep(0.005)
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return sum(block.ref_cnt > 0 for block in pool.blocks if block is not pool.null_block)
+
+    # ---- what is slow
+
+    @property
+    def _ours(self) -> tuple[Any, Any]:
+        scheduler, worker = self.scheduler.connector, self.worker
+        if hasattr(scheduler, "_connectors"):
+            scheduler, worker = (
+                next(c for c in side._connectors if type(c).__name__ == "CascadeConnector")
+                for side in (scheduler, worker)
+            )
+        return scheduler, worker
+
+    def hold(self, what: str) -> None:
+        """Have `ask`, `load` (the daemon's answers) or `copy` (the worker's threads) wait until `release`."""
+        scheduler, worker = self._ours
+        side, name, threads = {
+            "ask": (scheduler._paged, "_asker", 1),
+            "load": (scheduler._paged, "_locator", 8),
+            "copy": (worker._paged, "_copier", 2),
+        }[what]
+        pool = getattr(side, name)
+        if not isinstance(pool, HeldPool):
+            pool.submit(int).result(5)
+            pool = HeldPool(threads)
+            setattr(side, name, pool)
+        pool.hold()
+
+    def release(self, what: str) -> None:
+        scheduler, worker = self._ours
+        side, name = {"ask": (scheduler._paged, "_asker"), "load": (scheduler._paged, "_locator"),
+                      "copy": (worker._paged, "_copier")}[what]  # fmt: skip
+        getattr(side, name).release()
+
+    # ---- what a test asks
+
+    def report(self, name: str) -> dict[str, Any]:
+        request = self.requests[name]
+        return {
+            "tokens": self.outputs[name],
+            "status": request.status.name,
+            "reason": self.reasons.get(name, ""),
+        }
+
+    def _count(self, found: dict[str, Any]) -> None:
+        for key, value in found.items():
+            if isinstance(value, dict):  # a MultiConnector's child
+                self._count(value)
+            else:
+                self.counted[key] = self.counted.get(key, 0) + value
+
+    def counters(self) -> dict[str, int]:
+        """The connector's metrics since the start."""
+        for side in self._ours:
+            stats = side.get_kv_connector_stats()
+            self._count(stats.data if stats else {})
+        return self.counted
+
+    def close(self) -> None:
+        for what in ("ask", "load", "copy"):
+            scheduler, worker = self._ours
+            side, name = {"ask": (scheduler._paged, "_asker"), "load": (scheduler._paged, "_locator"),
+                          "copy": (worker._paged, "_copier")}[what]  # fmt: skip
+            pool = getattr(side, name)
+            if isinstance(pool, HeldPool):
+                pool.release()
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+# ---- the real engine
+
+
+class Real:
+    """vLLM's engine with a real model on the CPU."""
+
+    def __init__(
+        self, model: str, socket: str, *, tp: int = 1, extra: dict[str, Any] | None = None, **more: Any
+    ) -> None:
+        from vllm import LLM
+
+        connector = {
+            "kv_connector": "CascadeConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"socket": socket, **(extra or {})},
+        }
+        arguments = {
+            "model": model,
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 512,
+            "max_num_seqs": 8,
+            "block_size": 32,
+            "prefix_caching_hash_algo": "sha256_cbor",
+            "kv_transfer_config": connector if socket else None,
+            "disable_log_stats": False,
+            "seed": 0,
+            "tensor_parallel_size": tp,
+            **more,
+        }
+        self.llm = LLM(**arguments)
+
+    def generate(self, prompts: list[list[int]], count: int = 16) -> list[dict[str, Any]]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        found = self.llm.generate([{"prompt_token_ids": one} for one in prompts], sampling, use_tqdm=False)
+        return [
+            {"tokens": list(one.outputs[0].token_ids), "cached": one.num_cached_tokens,
+             "reason": one.outputs[0].finish_reason}
+            for one in found
+        ]  # fmt: skip
+
+    def reset(self, connector: bool = False) -> bool:
+        """Forget the engine's own prefix cache, and so have it ask ours."""
+        return bool(self.llm.reset_prefix_cache(reset_connector=connector))
+
+    def metrics(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for one in self.llm.get_metrics():
+            if hasattr(one, "value"):
+                label = ",".join(value for key, value in sorted(one.labels.items()) if key in ("source", "reason"))
+                found[one.name + (f"{{{label}}}" if label else "")] = one.value
+        return found
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+# ---- the program
+
+
+class Side:
+    """Steps of a test, by name; `lab_...` and `real_...` are those of the one that is open."""
+
+    def __init__(self) -> None:
+        self.open: Any = None
+
+    def ping(self) -> str:
+        import vllm
+
+        return str(vllm.__version__)
+
+    def lab(self, *arguments: Any, **named: Any) -> None:
+        self.open = Lab(*arguments, **named)
+
+    def real(self, *arguments: Any, **named: Any) -> None:
+        self.open = Real(*arguments, **named)
+
+    def do(self, step: str, *arguments: Any, **named: Any) -> Any:
+        return getattr(self.open, step)(*arguments, **named)
+
+    def get(self, name: str) -> Any:
+        return getattr(self.open, name)
+
+    def close(self) -> None:
+        opened, self.open = self.open, None
+        if opened is not None:
+            opened.close()
+
+    def tiny(self, folder: str) -> None:
+        """A model of two layers with random weights, always the same."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2,
+            tie_word_embeddings=False,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def main() -> None:
+    pipe = Connection(int(sys.argv[1]))
+    os.set_inheritable(int(sys.argv[1]), False)
+    side = Side()
+    while True:
+        try:
+            step, arguments, named = cbor2.loads(pipe.recv_bytes())
+        except EOFError:
+            break
+        try:
+            answer = ["done", getattr(side, step)(*arguments, **named)]
+        except BaseException as error:
+            import traceback
+
+            traceback.print_exc()
+            answer = ["raised", f"{type(error).__name__}: {error}"]
+        pipe.send_bytes(cbor2.dumps(answer))
+    side.close()
+
+
+if __name__ == "__main__":
+    main()
