@@ -1,4 +1,4 @@
-"""The `kvcascade` command: serve, status, lookup, check, version.
+"""The `kvcascade` command: serve, status, lookup, check, config, version.
 
 `status` is what people and probes run all the time, so it must be instant: under 0.2 s of process time with the
 interpreter's start. That is why the arguments are read by argparse and not by typer, whose import and first parse
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -172,6 +173,16 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", action="store_true", help="for programs")
     _add_socket_flags(check)
 
+    config = command(
+        "config",
+        _config,
+        "Print the command line with which an engine uses the running daemon.",
+        "MODEL stands for the model's name or folder.\n\n",
+    )
+    config.add_argument("engine", choices=("vllm",), help="the engine")
+    config.add_argument("--json", action="store_true", help="its parts, for programs")
+    _add_socket_flags(config)
+
     command("version", _version, "Print the version.")
     return parser
 
@@ -329,6 +340,42 @@ def _hex(value: object) -> str:
     if isinstance(value, bytes):
         return value.hex()
     raise TypeError(f"{type(value).__name__} in an answer")
+
+
+# ---- config: an engine's command line
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    from kvcascade.tiers.block import DEFAULT_SEED, none_hash
+
+    from .protocol import default_socket_path
+
+    with _daemon(arguments) as daemon:
+        status = daemon.call("status")
+    algo, place = status["hash_algo"], status["socket"]
+    transfer: dict[str, Any] = {
+        "kv_connector": "CascadeConnector",
+        "kv_connector_module_path": "kvcascade.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    if Path(place) != default_socket_path():
+        transfer["kv_connector_extra_config"] = {"socket": place}
+    flags = ["--prefix-caching-hash-algo", algo, "--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
+    environment: dict[str, str] = {}
+    # The daemon tells no seed, only its fingerprint: one that gives it is the one.
+    likely = [DEFAULT_SEED, os.environ.get("PYTHONHASHSEED", "0"), *(str(number) for number in range(1000))]
+    seed = next((one for one in likely if none_hash(one, algo).hex()[:16] == status["seed_fingerprint"]), None)
+    if seed is None:
+        print("kvcascade: set PYTHONHASHSEED to the daemon's seed (daemon.seed) for every engine", file=sys.stderr)
+    elif seed != DEFAULT_SEED:
+        environment["PYTHONHASHSEED"] = seed
+    if arguments.json:
+        print(json.dumps({"environment": environment, "arguments": flags}, indent=2))
+    else:
+        settings = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+        print(" ".join([*settings, "vllm serve MODEL", shlex.join(flags)]))
+    return EXIT_OK
 
 
 # ---- lookup: the prompt, the namespaces to ask, the answer

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from engines.faulty_daemon import Rules
 from engines.scripted import eventually
+from engines.scripted import prompt as other
 from engines.vllm_engine import Vllm, VllmError
 from engines.vllm_side import expected
 
@@ -316,9 +317,37 @@ def test_a_load_within_the_step_that_fails_spoils_no_other_block(start_lab, star
     lab.tamper()
     lab.serve("bad", prompt(1, 64) + prompt(2, 50))
     lab.sound()
-    assert lab.counters()["failed_blocks"] > 0
+    assert lab.counters()["failed_blocks"] == 2
+    assert lab.counters()["saves_doubted"] >= 3
     lab = start_lab(daemon, prefix_caching=False)
     lab.serve("read back", prompt(1, 64) + prompt(2, 50))
+    lab.sound()
+
+
+def test_a_slot_that_was_handed_on_while_it_was_copied_is_a_failed_load(start_lab, start_daemon, start_engine):
+    # Fault A10: the lease is over and the slots hold other blocks by the time that the copy begins.
+    daemon = start_daemon(dram="4MiB", dram_slab="1MiB", leases_lookup="200ms")
+    start_lab(daemon).serve("cold", prompt(1, 100))
+    stored(None, daemon, 6)
+    lab = start_lab(daemon)
+    lab.hold("copy")
+    lab.add("hit", prompt(1, 100))
+    lab.step_until(lambda: bool(lab.get("loads")))
+    lab.step()
+    engine = start_engine(daemon)
+
+    def pushed_out() -> bool:
+        for number in range(10):
+            engine.store(other(f"other {random.random()} {number}", 16))
+        return pins(daemon) == 0
+
+    eventually(pushed_out)
+    for _ in range(4):  # and twice what DRAM holds
+        pushed_out()
+    lab.release("copy")
+    lab.run("hit")
+    lab.prove("hit")
+    assert lab.counters()["failed_blocks"] >= 1
     lab.sound()
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -583,3 +584,25 @@ def test_an_interrupt_ends_it_quietly() -> None:
             assert process.stderr is not None
             assert (process.stderr.read(), process.wait(10)) == (b"", 130)
         never.set()
+
+
+# ---- config
+
+
+@pytest.mark.parametrize("seed", ["", "42"])
+def test_config_prints_the_command_line_of_vllm_for_the_running_daemon(
+    run: Any, start_daemon: Any, seed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    daemon = start_daemon(**({"daemon_seed": seed} if seed else {}))
+    code, out, _ = run("config", "vllm", "--socket", daemon.socket)
+    words = shlex.split(out)
+    start = words.index("vllm")
+    assert code == 0
+    assert words[:start] == ([f"PYTHONHASHSEED={seed}"] if seed else [])
+    assert words[start : start + 5] == ["vllm", "serve", "MODEL", "--prefix-caching-hash-algo", "sha256_cbor"]
+    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector_extra_config"] == {"socket": str(daemon.socket)}
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    code, out, _ = run("config", "vllm", "--json", "--socket", daemon.socket)
+    assert json.loads(out)["arguments"] == words[start + 3 :]

@@ -1,0 +1,198 @@
+"""The connector in vLLM's real engine, with real attention on the CPU: the same tokens with it and without."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines.scripted import eventually
+from engines.vllm_engine import Vllm
+
+pytestmark = [pytest.mark.vllm, pytest.mark.engine, pytest.mark.timeout(900)]
+
+BLOCK = 32
+START_S = 180.0
+
+
+def prompts() -> list[list[int]]:
+    """Two of 200 tokens, and one that shares 128 with the first."""
+    return [
+        [(i * 31 + 3) % 1000 for i in range(200)],
+        [(i * 31 + 10) % 1000 for i in range(200)],
+        [(i * 31 + 3) % 1000 for i in range(128)] + [5] * 40,
+    ]
+
+
+def tokens(found: list[dict[str, Any]]) -> list[list[int]]:
+    return [one["tokens"] for one in found]
+
+
+@pytest.fixture(scope="module")
+def node(shared_daemon: Any) -> Any:
+    """One daemon for the engines of the module."""
+    return shared_daemon
+
+
+@pytest.fixture(scope="module")
+def plain(start_vllm: Callable[..., Vllm], tiny_model: Path) -> list[list[int]]:
+    """What the model says by itself."""
+    engine = start_vllm()
+    engine.call("real", str(tiny_model), "")
+    found = tokens([engine.do("generate", [one])[0] for one in prompts()])
+    engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine(start_vllm: Callable[..., Vllm], tiny_model: Path, node: Any) -> Iterator[Vllm]:
+    """An engine with the connector, known by its name alone: vLLM finds it by its entry point."""
+    one = start_vllm()
+    one.call("real", str(tiny_model), str(node.socket))
+    yield one
+    one.close()
+
+
+def stored_blocks(daemon: Any) -> int:
+    return int(next(tier for tier in daemon.status()["tiers"] if tier["name"] == "dram")["blocks"])
+
+
+def test_the_same_tokens_cold_warm_and_in_other_engines(engine, plain, node, start_vllm, tiny_model):
+    cold = [engine.do("generate", [one])[0] for one in prompts()]
+    assert tokens(cold) == plain
+    eventually(lambda: stored_blocks(node) >= 13)
+    # The engine forgets its own cache: all hits are ours, alone and several at once.
+    assert engine.do("reset")
+    warm = engine.do("generate", prompts())
+    assert tokens(warm) == plain
+    assert [one["cached"] for one in warm] == [192, 192, 160]
+    metrics = engine.do("metrics")
+    # The third may find its first 128 tokens in the engine, where the first has just been loaded.
+    assert metrics["vllm:kvcascade_hit_tokens{dram}"] in (192 + 192 + 160, 192 + 192 + 32)
+    assert metrics["vllm:external_prefix_cache_hits"] == metrics["vllm:kvcascade_hit_tokens{dram}"]
+    assert metrics["vllm:kvcascade_stored_blocks"] >= 13
+    # Killed and started again under the engine: computed meanwhile, then found on the disk or stored anew.
+    node.kill()
+    assert engine.do("reset")
+    assert tokens(engine.do("generate", prompts())) == plain
+    node.start()
+
+    def attached_again() -> bool:
+        engine.do("reset")
+        assert tokens(engine.do("generate", prompts())) == plain
+        return stored_blocks(node) >= 13
+
+    eventually(attached_again, 60)
+    # Weights that nobody names: nothing older is found, and what is new stays apart.
+    assert engine.do("reset", connector=True)
+    fresh = engine.do("generate", prompts()[:1])
+    assert (fresh[0]["cached"], tokens(fresh)) == (0, plain[:1])
+    # Another engine process, of two ranks: each loads its own heads of what one rank has stored, and stores its own.
+    other = start_vllm(VLLM_CPU_OMP_THREADS_BIND="0|1")
+    other.call("real", str(tiny_model), str(node.socket), tp=2)
+    loaded = other.do("generate", prompts()[:1])
+    assert (loaded[0]["cached"], tokens(loaded)) == (192, plain[:1])
+    longer = other.do("generate", [prompts()[0] + [7] * 40], 4)
+    assert longer[0]["cached"] == 192
+    other.close()
+    # What two ranks have stored is found by one, after a restart.
+    again = start_vllm()
+    again.call("real", str(tiny_model), str(node.socket), extra={"sync_budget_bytes": 0})
+    found = again.do("generate", [prompts()[0] + [7] * 40], 4)
+    assert found[0]["cached"] == 224
+    assert tokens(found) == tokens(longer)
+    again.close()
+
+
+def test_a_block_that_rots_on_disk_is_computed_again(start_vllm, start_daemon, tiny_model, plain):
+    daemon = start_daemon(disk_write_policy="through")
+    engine = start_vllm()
+    engine.call("real", str(tiny_model), str(daemon.socket))
+    engine.do("generate", prompts())
+    eventually(lambda: stored_blocks(daemon) >= 13)
+    daemon.stop()
+    for slab in daemon.disk.rglob("slab-*"):
+        with slab.open("r+b") as file:
+            size = os.fstat(file.fileno()).st_size
+            for at in range(20_000, size, 3 * 32 * 1024):
+                file.seek(at)
+                byte = file.read(1)
+                file.seek(at)
+                file.write(bytes([byte[0] ^ 8]) if byte else b"")
+    daemon.start()
+
+    def came_back() -> bool:
+        engine.do("reset")
+        found = engine.do("generate", prompts())
+        assert tokens(found) == plain
+        return any(one["cached"] for one in found)
+
+    eventually(came_back, 60)
+    engine.close()
+
+
+def test_the_server_shows_the_connectors_metrics(vllm_python, vllm_path, tiny_model, node, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = subprocess.run(
+        [Path(os.sys.executable).parent / "kvcascade", "config", "vllm", "--socket", str(node.socket), "--json"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    flags = json.loads(line.stdout)["arguments"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("KVCASCADE_", "VLLM_"))}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(map(str, vllm_path)), "PYTHONHASHSEED": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+    }  # fmt: skip
+    command = [
+        vllm_python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", tiny_model, "--served-model-name",
+        "tiny", "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
+        "--max-num-seqs", "8", "--block-size", "32", "--host", "127.0.0.1", "--port", str(port), *flags,
+    ]  # fmt: skip
+    with (tmp_path / "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=tmp_path
+        )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + START_S
+        while not answers(f"{address}/health"):
+            assert server.poll() is None and time.monotonic() < deadline, (tmp_path / "server.log").read_text()[-4000:]
+            time.sleep(0.5)
+        body = {"model": "tiny", "prompt": prompts()[1], "temperature": 0, "max_tokens": 4, "ignore_eos": True}
+        for salt in ("one", "one", "two"):
+            request = urllib.request.Request(
+                f"{address}/v1/completions",
+                json.dumps(body | {"cache_salt": salt, "return_token_ids": True}).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                assert json.load(reply)["choices"]
+        with urllib.request.urlopen(f"{address}/metrics", timeout=60) as reply:
+            shown = reply.read().decode()
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait(60)
+    values = dict(one.rsplit(" ", 1) for one in shown.splitlines() if one.startswith("vllm:kvcascade_"))
+    assert sum(float(value) for name, value in values.items() if name.startswith("vllm:kvcascade_lookups_total")) >= 3
+    stored = [float(value) for name, value in values.items() if name.startswith("vllm:kvcascade_stored_bytes_total")]
+    assert stored and stored[0] > 0
+
+
+def answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
