@@ -138,10 +138,15 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         parallel = vllm_config.parallel_config
         self._ranks, self._rank = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size
         self._limits = _limits(options)
+        if not self._offered.evicts or getattr(vllm_config, "max_concurrent_batches", 1) > 1:
+            # A load within a step that fails is told after it. What vLLM has put into its own prefix cache meanwhile
+            # must be thrown out (`_evict`), which is complete only where no further step has been planned by then.
+            self._limits = dataclasses.replace(self._limits, sync_bytes=0)
         # Of the engine's thread on either side.
         self._requests: dict[str, Any] = {}
         self._described: dict[str, Request] = {}
         self._background: dict[str, bool] = {}
+        self._step_tables: dict[str, BlockIds] = {}  # of requests that are loaded within the step
         self._report = Report()
         self._events: list[Any] = []
         self._announces: dict[tuple[int, int], _Announced] = {}
@@ -250,6 +255,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._scheduler is not None
         background = self._background.pop(request.request_id, True)
         table = blocks.get_block_ids() if num_external_tokens else ()
+        if num_external_tokens and not background:
+            self._step_tables[request.request_id] = table
         self._scheduler.allocated(self._describe(request), table, num_external_tokens, background=background)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
@@ -296,6 +303,29 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._announcing:
             self._note_stored(told)
         self._scheduler.completed(Report(received=received, failed=told.failed, loaded=told.loaded))
+        bad = {block for load in told.failed if not load.background for block in load.blocks}
+        if bad:
+            self._evict(bad)
+        self._step_tables.clear()
+
+    def _evict(self, bad: set[int]) -> None:
+        """Blocks that were loaded within the step and are bad, and all that was computed on them, are found no more.
+
+        vLLM has cached them before the load. By its recompute policy it leaves them there, since the request computes
+        them anew; but if that request is aborted or preempted first, the next one with the same prefix would hit them.
+        """
+        try:
+            manager = self._kv_cache_manager
+            if manager is None:
+                return
+            tables = [*self._step_tables.values(), *(manager.get_block_ids(name) for name in self._requests)]
+            spoilt = set(bad)
+            for (ids,) in tables:
+                first = next((place for place, block in enumerate(ids) if block in bad), len(ids))
+                spoilt.update(ids[first:])
+            manager.evict_blocks(spoilt)
+        except Exception:
+            log.exception("bad blocks may stay in the engine's prefix cache")
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

@@ -20,6 +20,7 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as hooks
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvcascade.config.errors import ConfigError, LayoutMismatch, Refused
@@ -44,6 +45,8 @@ class Offered:
     version: str
     sources: Any
     """The enumeration of where hits come from, for `vllm:prompt_tokens_cached_by_source`; None where there is none."""
+    evicts: bool
+    """Whether blocks can be thrown out of the engine's own prefix cache."""
 
     @classmethod
     def here(cls) -> "Offered":
@@ -63,7 +66,7 @@ class Offered:
             raise ConfigError(f"vllm {version} does not offer {', '.join(missing)}; use vllm {TRIED[0]} or newer")
         if not version.startswith(TRIED):
             log.warning("vllm %s was not tried with this connector (tried: %s); going on", version, ", ".join(TRIED))
-        return cls(version, getattr(hooks, "CacheHitSource", None))
+        return cls(version, getattr(hooks, "CacheHitSource", None), hasattr(KVCacheManager, "evict_blocks"))
 
 
 def _fields(kind: Any) -> set[str]:
