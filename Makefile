@@ -14,13 +14,15 @@ INSTALLED := $(VENV)/.installed
 PACKAGES := daemon tiers connectors config
 PIP := $(BIN)/python -P -m pip -qq --disable-pip-version-check --no-input
 
-.PHONY: help demo test check bench stress dev links clean
+.PHONY: help demo test check bench bench-vllm stress engines dev links clean
 
 help:
 	@echo 'make demo    the main job end to end: cold, from another process, after a restart'
 	@echo 'make test    the tests, in random order, warnings as errors'
 	@echo 'make check   lint, format, types'
 	@echo 'make bench   the figures, a plot and build/bench/results.json'
+	@echo 'make bench-vllm  time to first token with vLLM on the CPU, and a replay of real traffic'
+	@echo 'make engines the environment with vLLM for the tests, once, in ~/.cache (two minutes, 2 GB)'
 	@echo 'make stress  the long tests: many rounds of crashes and races'
 	@echo 'make dev     an editable checkout in .venv, and typing/ for type checkers and editors'
 	@echo 'make clean   remove all that make made'
@@ -28,8 +30,11 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/python -P examples/demo.py
 
-test: $(INSTALLED)
+test: $(INSTALLED) engines
 	$(BIN)/pytest -m 'not stress'
+
+engines: $(INSTALLED)
+	@PYTHON=$(BIN)/python tests/engines/vllm/install.sh >/dev/null
 
 stress: $(INSTALLED)
 	$(BIN)/pytest -m stress
@@ -41,6 +46,9 @@ check: $(INSTALLED) links
 
 bench: $(INSTALLED)
 	$(BIN)/python -P tests/bench/run.py
+
+bench-vllm: $(INSTALLED) engines
+	$(BIN)/python -P tests/bench/vllm.py
 
 dev: $(INSTALLED) links
 	@echo 'ready: $(BIN)/kvcascade, $(BIN)/pytest; the sources are used in place'

@@ -78,7 +78,9 @@ class Lab:
 
 @pytest.fixture(scope="module")
 def process(start_vllm: Callable[..., Vllm]) -> Vllm:
-    return start_vllm()
+    """VLLM_SOURCES names a folder with another version's Python code, as unpacked from its wheel, to run instead."""
+    other_version = os.environ.get("VLLM_SOURCES")
+    return start_vllm(first=[Path(other_version)] if other_version else [])
 
 
 @pytest.fixture

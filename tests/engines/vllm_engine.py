@@ -110,11 +110,11 @@ class Vllm:
 
 @contextmanager
 def processes(python: Path, path: list[Path], folder: Path) -> Iterator[Callable[..., Vllm]]:
-    """Starts processes; every one is ended at the end."""
+    """Starts processes, with folders `first` before vLLM's own; every one is ended at the end."""
     started: list[Vllm] = []
 
     def start(*, first: list[Path] | None = None, **variables: str) -> Vllm:
-        one = Vllm(python, [*(first or []), *path], folder / f"vllm-{len(started)}.log", **variables)
+        one = Vllm(python, [*path, *(first or [])], folder / f"vllm-{len(started)}.log", **variables)
         started.append(one)
         return one
 

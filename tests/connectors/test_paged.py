@@ -1,0 +1,336 @@
+"""Both sides of a paged engine's connector over a real daemon, without an engine: every layout, rank and KV group."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from engines.scripted import eventually
+
+from kvcascade.config.errors import LayoutMismatch
+from kvcascade.connectors.base import MatchState, Report, Request, Step
+from kvcascade.connectors.layout import VLLM_ORDERS
+from kvcascade.connectors.paged_scheduler import Limits, PagedScheduler
+from kvcascade.connectors.paged_worker import PagedWorker
+from kvcascade.daemon.attachment import Session
+from kvcascade.tiers.block import KVGroup, block_hashes, head_range, none_hash, probe_hashes
+from kvcascade.tiers.namespace import Namespace
+
+GROUP = KVGroup(block_tokens=16, layers=3, kv_heads=4, head_dim=8)
+LATENT = KVGroup(block_tokens=16, layers=2, kv_heads=1, head_dim=24, kind="mla")
+BLOCKS = 12
+COUNT = 5  # blocks of the request
+SEED = "0"
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+PATIENT = Limits(step_wait=10.0, patience=10.0, sync_bytes=0)
+
+Kv = list[torch.Tensor]
+
+
+def namespace(*groups: KVGroup, dtype: str = "bfloat16") -> Namespace:
+    return Namespace(
+        model=f"of {len(groups)} groups", weights_epoch="", kv_dtype=dtype, groups=groups,
+        kv_scales="ab" * 16 if dtype.startswith("float8") else "", rope="", max_model_len=0, quantisation="",
+        producer="paged", hash_algo="sha256_cbor", key_scheme="tagged-0.31", none_hash=none_hash(SEED),
+    )  # fmt: skip
+
+
+def tensors(group: KVGroup, order: str, *, dtype: str, ranks: int, rank: int, device: str, padding: int = 0) -> Kv:
+    """A rank's KV, as vLLM registers it: [B, H, N, C] a layer, in memory as `order` says."""
+    heads = head_range(group.kv_heads, ranks, rank, group.kind)[1]
+    sizes = {"L": group.layers, "B": BLOCKS, "H": heads, "N": group.block_tokens, "C": group.planes * group.head_dim}
+    strides, step = {}, 1
+    for name in reversed(order):
+        strides[name] = step
+        step *= sizes[name]
+        if name == order[1] or (name == "B" and order[0] == "B"):
+            step += padding
+    storage = torch.zeros(step + padding, dtype=getattr(torch, dtype), device=device)
+    shape, stride = [sizes[name] for name in "BHNC"], [strides[name] for name in "BHNC"]
+    return [storage.as_strided(shape, stride, layer * strides["L"]) for layer in range(group.layers)]
+
+
+def whole(group: KVGroup, dtype: str) -> torch.Tensor:
+    """The whole model's KV of all blocks, as bytes [B, H, L, N, C]: what no two places have in common."""
+    size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+    shape = (BLOCKS, group.kv_heads, group.layers, group.block_tokens, group.planes * group.head_dim * size)
+    return torch.randint(0, 120, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
+
+
+def part(kv: torch.Tensor, group: KVGroup, ranks: int, rank: int) -> torch.Tensor:
+    first, heads = head_range(group.kv_heads, ranks, rank, group.kind)
+    return kv[:, first : first + heads]
+
+
+class Node:
+    """One engine's scheduler and ranks, in this process."""
+
+    def __init__(
+        self,
+        daemon: Any,
+        groups: Sequence[KVGroup],
+        orders: Sequence[str] = ("LBHNC",),
+        *,
+        dtype: str = "bfloat16",
+        ranks: int = 1,
+        device: str = "cpu",
+        stage: bool = False,
+        padding: int = 0,
+        limits: Limits = PATIENT,
+    ) -> None:
+        self.space = namespace(*groups, dtype=dtype)
+        self.groups, self.ranks, self._daemon = groups, ranks, daemon
+        self.scheduler = PagedScheduler(
+            self.space, lambda epoch: self._session("scheduler", 0), ranks=ranks, null_block=0, limits=limits
+        )
+        self.scheduler.attach()
+        self.kv: list[list[Kv]] = []  # a rank, a group
+        self.workers = []
+        for rank in range(ranks):
+            worker = PagedWorker(
+                self.space,
+                lambda epoch, rank=rank: self._session("rank", rank),
+                ranks=ranks,
+                rank=rank,
+                axes="BHNC",
+                stage=stage,
+                limits=limits,
+            )
+            mine = [
+                tensors(group, order, dtype=dtype, ranks=ranks, rank=rank, device=device, padding=padding)
+                for group, order in zip(groups, orders, strict=True)
+            ]
+            worker.register(mine)
+            self.kv.append(mine)
+            self.workers.append(worker)
+        self.stored = 0
+
+    def _session(self, role: str, rank: int) -> Session:
+        return Session(
+            namespace=self.space.to_map(),
+            probe=probe_hashes(algo="sha256_cbor", none_hash=self.space.none_hash, key_scheme="tagged-0.31"),
+            engine=("paged", "1"), role=role, ranks=self.ranks, rank=rank, socket_path=self._daemon.socket,
+        )  # fmt: skip
+
+    def fill(self, group: int, kv: torch.Tensor) -> None:
+        for rank in range(self.ranks):
+            mine = part(kv, self.groups[group], self.ranks, rank)
+            for layer, tensor in enumerate(self.kv[rank][group]):
+                tensor.view(torch.uint8).copy_(mine[:, :, layer])
+
+    def content(self, group: int, rank: int) -> torch.Tensor:
+        return torch.stack([tensor.view(torch.uint8).cpu() for tensor in self.kv[rank][group]], dim=2)
+
+    def request(self, name: str, tokens: list[int], **more: Any) -> Request:
+        hashes = tuple(block_hashes(tokens, group.block_tokens, seed=SEED) for group in self.groups)
+        return Request(name, len(tokens), hashes, tokens, len(tokens), **more)
+
+    def step(self, final: dict[str, int], blocks: dict[str, Any]) -> Report:
+        """One step on every rank; what all of them report."""
+        plan = self.scheduler.plan_step(Step(final, blocks))
+        reports = []
+        for worker in self.workers:
+            worker.start_load(plan)
+            worker.save(plan)
+            reports.append(worker.finished())
+        stored = [indices for report in reports for _, indices in report.stored]
+        self.stored += sum(map(len, stored))
+        report = Report(
+            received=frozenset.intersection(*(report.received for report in reports)),
+            failed=tuple(load for report in reports for load in report.failed),
+            loaded=tuple(lease for report in reports for lease in report.loaded),
+        )
+        self.scheduler.completed(report)
+        return report
+
+    def store(self, name: str, tokens: list[int], table: Any) -> None:
+        self.scheduler.arrived(self.request(name, tokens))
+        self.scheduler.match(self.request(name, tokens), 0)
+        self.scheduler.allocated(self.request(name, tokens), table, 0, background=True)
+        self.step({name: len(tokens)}, {name: table})
+        self.scheduler.finished(name, (), len(tokens))
+
+    def load(self, name: str, tokens: list[int], table: Any) -> tuple[int, Report]:
+        request = self.request(name, tokens)
+        self.scheduler.arrived(request)
+        match = self.scheduler.match(request, 0)
+        assert match.state is not MatchState.LATER
+        if not match.tokens:
+            return 0, Report()
+        self.scheduler.allocated(request, table, match.tokens, background=match.background)
+        deadline, received, failed = time.monotonic() + 20, set(), []
+        waiting = {number: {name} for number in range(self.ranks)}
+        plan = self.scheduler.plan_step(Step({}, {}))
+        for worker in self.workers:
+            worker.start_load(plan)
+        while any(waiting.values()):
+            assert time.monotonic() < deadline
+            for number, worker in enumerate(self.workers):
+                report = worker.finished()
+                failed += report.failed
+                waiting[number] -= report.received | ({name} if report.loaded else set())
+        received.add(name)
+        told = Report(received=frozenset(received), failed=tuple(failed))
+        self.scheduler.completed(told)
+        return match.tokens, told
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.scheduler.close()
+
+
+@pytest.fixture
+def start_node(daemon: Any) -> Iterator[Any]:
+    nodes: list[Node] = []
+
+    def start(*arguments: Any, **named: Any) -> Node:
+        if str(named.get("device", "cpu")).startswith("cuda") and not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        nodes.append(Node(daemon, *arguments, **named))
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        node.close()
+
+
+def dram_blocks(daemon: Any) -> int:
+    return int(next(tier for tier in daemon.status()["tiers"] if tier["name"] == "dram")["blocks"])
+
+
+FROM, TO = (7, 2, 9, 4, 11), (3, 8, 1, 10, 5)
+TOKENS = list(range(100, 100 + COUNT * 16 + 3))
+
+
+def travels(start_node: Any, daemon: Any, group: KVGroup, source: dict[str, Any], target: dict[str, Any]) -> None:
+    """What one engine has stored, another loads byte for byte into the blocks named, and nothing else is touched."""
+    dtype = source.get("dtype", "bfloat16")
+    kv = whole(group, dtype)
+    first = start_node([group], **source)
+    first.fill(0, kv)
+    first.store("a", TOKENS, (FROM,))
+    eventually(lambda: dram_blocks(daemon) == COUNT)
+    second = start_node([group], **target)
+    tokens, report = second.load("b", TOKENS, (TO,))
+    assert (tokens, report.failed) == (COUNT * 16, ())
+    for rank in range(second.ranks):
+        got, wanted = second.content(0, rank), part(kv, group, second.ranks, rank)
+        assert torch.equal(got[list(TO)], wanted[list(FROM)])
+        others = [block for block in range(BLOCKS) if block not in TO]
+        assert not got[others].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("order", VLLM_ORDERS)
+def test_every_layout_of_vllm_stores_what_another_loads(start_node, daemon, order, device):
+    travels(start_node, daemon, GROUP, {"orders": [order], "device": device}, {"device": device})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("order", VLLM_ORDERS)
+def test_every_layout_of_vllm_loads_what_another_stored(start_node, daemon, order, device):
+    travels(start_node, daemon, GROUP, {"device": device}, {"orders": [order], "device": device})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ({"orders": ["BLHNC"], "padding": 64}, {"orders": ["LBNHC"], "padding": 32}),  # packed, strides beyond a page
+        ({"ranks": 1}, {"ranks": 2}),
+        ({"ranks": 4, "orders": ["BHLNC"]}, {"ranks": 2}),
+        ({"ranks": 2, "orders": ["LBNHC"]}, {"ranks": 8}),  # two ranks a head: each block is written by one of them
+        ({"ranks": 8}, {"ranks": 1}),
+        ({"dtype": "float8_e4m3fn"}, {"dtype": "float8_e4m3fn", "orders": ["LHBNC"]}),
+        ({"dtype": "float32", "stage": True}, {"dtype": "float32"}),
+        ({"stage": True, "ranks": 2}, {"stage": True}),
+    ],
+)
+def test_ranks_dtypes_and_packed_pages_share(start_node, daemon, device, source, target):
+    travels(start_node, daemon, GROUP, source | {"device": device}, target | {"device": device})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("source", "target"), [(1, 1), (1, 2), (4, 1)])
+def test_a_latent_is_written_by_one_rank_and_read_by_all(start_node, daemon, device, source, target):
+    travels(start_node, daemon, LATENT, {"ranks": source, "device": device}, {"ranks": target, "device": device})
+
+
+def test_a_layout_that_is_not_known_is_refused(start_node, daemon):
+    # Fault J1.
+    node = start_node([GROUP])
+    strange = [tensor.transpose(1, 2).contiguous() for tensor in node.kv[0][0]]
+    with pytest.raises(LayoutMismatch, match="BHNC"):
+        node.workers[0].register([strange])
+
+
+def test_what_all_groups_can_serve_is_loaded_and_a_window_needs_no_older_blocks(start_node, daemon):
+    # Fault J3: two groups of unlike blocks, the second with a window of 32 tokens: its older blocks are null.
+    coarse = KVGroup(block_tokens=32, layers=2, kv_heads=2, head_dim=8)
+    tokens = list(range(500, 500 + 6 * 16 + 3))
+    node = start_node([GROUP, coarse], ["LBHNC", "LBHNC"])
+    contents = [whole(GROUP, "bfloat16"), whole(coarse, "bfloat16")]
+    for number, kv in enumerate(contents):
+        node.fill(number, kv)
+    node.store("a", tokens, ((1, 2, 3, 4, 5, 6), (7, 8, 9)))
+    eventually(lambda: dram_blocks(daemon) == 6 + 3)
+    other = start_node([GROUP, coarse], ["BLHNC", "LBNHC"])
+    # Of a prompt that shares 80 tokens, five blocks of 16 and two of 32 are there: 64 tokens are what both can serve.
+    got, report = other.load("b", [*tokens[:80], *range(40)], ((11, 10, 9, 8), (0, 5)))
+    assert (got, report.failed) == (64, ())
+    assert torch.equal(other.content(0, 0)[[11, 10, 9, 8]], contents[0][[1, 2, 3, 4]])
+    assert torch.equal(other.content(1, 0)[[5]], contents[1][[8]])
+    assert not other.content(1, 0)[0].any()
+
+
+def test_a_drafters_last_block_is_not_stored_while_it_may_change(start_node, daemon):
+    node = start_node([GROUP])
+    node.scheduler.close()
+    node.scheduler = PagedScheduler(
+        node.space, lambda epoch: node._session("scheduler", 0), volatile_groups=frozenset({0}), limits=PATIENT
+    )
+    node.scheduler.attach()
+    node.fill(0, whole(GROUP, "bfloat16"))
+    tokens = list(range(16 * 4))
+    request = node.request("a", tokens)
+    decoding = Request("a", 64, request.hashes, tokens, prompt_tokens=20)
+    node.scheduler.arrived(decoding)
+    node.scheduler.match(decoding, 0)
+    node.step({"a": 20}, {"a": ((1, 2),)})
+    node.step({"a": 64}, {"a": ((1, 2, 3, 4),)})
+    eventually(lambda: dram_blocks(daemon) == 3)
+
+
+def test_a_save_that_finds_the_buffer_full_is_left_out(start_node, daemon, monkeypatch):
+    monkeypatch.setattr("kvcascade.connectors.paged_worker.STAGED_BYTES", 2 * GROUP.block_bytes(2))
+    node = start_node([GROUP], stage=True)
+    node.fill(0, whole(GROUP, "bfloat16"))
+    node.store("a", TOKENS, (FROM,))
+    assert node.workers[0].take_counters()["saves_skipped"] == COUNT
+    node.store("b", TOKENS[:33], (FROM[:2],))
+    eventually(lambda: dram_blocks(daemon) == 2)
+
+
+def test_asking_costs_the_scheduler_no_more_than_its_budget_when_the_daemon_is_stopped(start_node, daemon):
+    # Faults E6, O1: whatever is asked is asked on another thread.
+    node = start_node([GROUP], limits=Limits(step_wait=0.001, patience=0.05, timeout=0.3))
+    node.fill(0, whole(GROUP, "bfloat16"))
+    daemon.process.send_signal(19)
+    try:
+        request = node.request("a", TOKENS)
+        node.scheduler.arrived(request)
+        states = []
+        deadline = time.monotonic() + 10
+        while not states or states[-1] is MatchState.LATER:
+            assert time.monotonic() < deadline
+            states.append(node.scheduler.match(request, 0).state)
+            node.step({}, {})
+        assert states[-1] is MatchState.MISS
+        # It is left alone for a while: the next request does not wait.
+        another = node.request("b", TOKENS)
+        node.scheduler.arrived(another)
+        assert node.scheduler.match(another, 0).state is MatchState.MISS
+    finally:
+        daemon.process.send_signal(18)
