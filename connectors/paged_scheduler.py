@@ -100,17 +100,20 @@ class _Loading:
 
 @dataclass(eq=False, slots=True)
 class _Offer:
-    """Blocks [start, start + len(blocks)) of one group's chain that could be stored. `done` as with `_Question`."""
+    """Blocks [start, end) of one group's chain for which slots are asked; [start, sent) are in plans already.
+
+    `done` as with `_Question`.
+    """
 
     request_id: str
     group: int
     start: int
-    blocks: tuple[int, ...]
+    end: int
     session: Session
+    sent: int
     reservation: Reservation | None = None
     done: bool = False
     abandoned: bool = False
-    late: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -139,6 +142,7 @@ class PagedScheduler(SchedulerConnector):
         ranks: int = 1,
         volatile_groups: frozenset[int] = frozenset(),
         null_block: int | None = None,
+        lookahead_tokens: int = 2048,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -148,12 +152,15 @@ class PagedScheduler(SchedulerConnector):
             open_session: makes the scheduler's session for a weights epoch.
             volatile_groups: KV groups of drafters, whose last block may change while the request decodes.
             null_block: the engine's id for blocks out of a window, which hold nothing.
+            lookahead_tokens: for how many tokens after a step slots are asked already, where their hashes are known:
+                what one step may compute.
         """
         self._groups = namespace.groups
         self._block_bytes = [namespace.block_bytes(group) for group in range(len(namespace.groups))]
         self._open_session = open_session
         self._volatile = volatile_groups
         self._null_block = null_block
+        self._lookahead = lookahead_tokens
         self._limits = limits or Limits()
         # Loads within a step are for one rank and one group: what a rank computes on another's bad block is bad too,
         # and engines take failures of several groups by request, which is for loads in the background alone.
@@ -266,6 +273,11 @@ class PagedScheduler(SchedulerConnector):
     def allocated(self, request: Request, blocks: BlockIds, tokens: int, *, background: bool) -> None:
         life = self._lives.get(request.request_id)
         question = life.question if life is not None else None
+        if life is not None and not (tokens and background):
+            life.request = request
+            if request.writes and not life.of_old_weights and self._may_ask():
+                # It is computed in the next step: by the time that this is planned, its slots may be there.
+                self._offer(life, life.computed + tokens + self._lookahead)
         if life is None or question is None or not tokens:
             if life is not None:
                 self._let_go(life)
@@ -571,62 +583,57 @@ class PagedScheduler(SchedulerConnector):
     # ---- saves
 
     def _plan_saves(self, step: Step) -> list[Transfer]:
-        fresh: list[_Offer] = []
         if self._may_ask():
             for request_id, final in step.final_tokens.items():
                 life = self._lives.get(request_id)
-                if life is None or not life.request.writes or life.of_old_weights:
-                    continue
-                for number, group in enumerate(self._groups):
-                    if final // group.block_tokens > life.stored[number]:
-                        offer = self._offer(life, number, final, step)
-                        if offer is not None:
-                            fresh.append(offer)
-        for offer in fresh:
-            self._submit(self._reserve, offer, self._lives[offer.request_id].request)
-        self._offers += fresh
-        for offer in self._offers:
-            self._wait_for(offer)
+                if life is not None and life.request.writes and not life.of_old_weights:
+                    self._offer(life, final + self._lookahead)
         saves: list[Transfer] = []
-        waiting: list[_Offer] = []
+        kept: list[_Offer] = []
         for offer in self._offers:
-            if not offer.done:
-                offer.late = True
-                waiting.append(offer)
-            elif not self._settle(offer, step, saves):
-                waiting.append(offer)
-        self._offers = waiting
+            final_blocks = self._final_blocks(offer, step)
+            if final_blocks > offer.sent:
+                self._wait_for(offer)
+            if not offer.done or self._use(offer, final_blocks, step, saves):
+                kept.append(offer)
+        self._offers = kept
         return saves
 
-    def _offer(self, life: _Life, number: int, final: int, step: Step) -> _Offer | None:
-        group, request = self._groups[number], life.request
-        end = min(storable_blocks(final, 0, group.block_tokens).stop, len(request.hashes[number]))
-        if number in self._volatile and final > request.prompt_tokens:
-            end -= 1
-        start = life.stored[number]
-        if end <= start:
-            return None
-        ids = step.blocks[request.request_id][number][:end]
-        while start < len(ids) and ids[start] == self._null_block:
-            start += 1
-        life.stored[number] = max(start, len(ids))
-        if start >= len(ids) or self._null_block in ids[start:]:
-            return None
-        return _Offer(request.request_id, number, start, tuple(ids[start:]), self._session)
+    def _offer(self, life: _Life, tokens: int) -> None:
+        """Ask for slots for the blocks with hashes within the first `tokens`, those of coming steps among them."""
+        request = life.request
+        for number, group in enumerate(self._groups):
+            start = life.stored[number]
+            if tokens // group.block_tokens <= start:
+                continue
+            end = min(tokens // group.block_tokens, len(request.hashes[number]))
+            if end > start:
+                life.stored[number] = end
+                offer = _Offer(request.request_id, number, start, end, self._session, start)
+                self._offers.append(offer)
+                self._submit(self._reserve, offer, request)
+
+    def _final_blocks(self, offer: _Offer, step: Step) -> int:
+        """How many leading blocks of the offer's group hold final tokens once the step is done."""
+        final = step.final_tokens.get(offer.request_id)
+        life = self._lives.get(offer.request_id)
+        if final is None or life is None:
+            return 0
+        blocks = storable_blocks(final, 0, self._groups[offer.group].block_tokens).stop
+        return blocks - (offer.group in self._volatile and final > life.request.prompt_tokens)
 
     def _reserve(self, offer: _Offer, request: Request) -> None:
         """On the asking thread."""
         size = self._groups[offer.group].block_tokens
-        end = offer.start + len(offer.blocks)
-        tokens = request.token_ids[offer.start * size : end * size]
+        tokens = request.token_ids[offer.start * size : offer.end * size]
         try:
             if not offer.abandoned:
                 offer.reservation = offer.session.reserve(
-                    b"".join(request.hashes[offer.group][:end]),
+                    b"".join(request.hashes[offer.group][: offer.end]),
                     request=f"{offer.request_id}/{offer.group}"[-128:],
                     group=offer.group,
                     start=offer.start,
-                    tokens=np.asarray(tokens, np.uint32) if len(tokens) == (end - offer.start) * size else b"",
+                    tokens=np.asarray(tokens, np.uint32) if len(tokens) == (offer.end - offer.start) * size else b"",
                     timeout=self._limits.timeout,
                 )
         except CascadeError as error:
@@ -637,66 +644,72 @@ class PagedScheduler(SchedulerConnector):
             offer.done = True
             unwanted = offer.abandoned
             self._answered.notify_all()
-        if unwanted and offer.reservation is not None:
-            self._abort(offer)
+        if unwanted:
+            self._abort(offer, offer.sent)
 
-    def _settle(self, offer: _Offer, step: Step, saves: list[Transfer]) -> bool:
-        """Make saves of an answered offer; False where it has to wait for a step that has its request."""
+    def _use(self, offer: _Offer, final_blocks: int, step: Step, saves: list[Transfer]) -> bool:
+        """Make a save of what is final of an answered offer; whether something of it is left for later steps."""
         held = offer.reservation
-        if offer.abandoned:
-            return True  # whoever finds that it is both done and abandoned first has aborted it
-        if held is None:
-            return True
+        if offer.abandoned or held is None:
+            return False
         life = self._lives[offer.request_id]
         if held.hole is not None and held.hole < offer.start and life.restarts:
             # Parents are gone that were matched or stored before; the engine has them all.
             life.restarts -= 1
             life.stored[offer.group] = held.hole
-            self._submit(self._abort, offer)
-            return True
-        refused = int((held.states == BlockState.NO_ROOM).sum())
-        if refused:
+            self._submit(self._abort, offer, offer.start)
+            return False
+        if offer.sent == offer.start and (refused := int((held.states == BlockState.NO_ROOM).sum())):
             self._count("blocks_refused", refused)
-        if not len(held.blocks):
-            return True
-        if offer.late:
-            table = step.blocks.get(offer.request_id)
-            if table is None:
+            if not len(held.blocks):
                 return False
-            if tuple(table[offer.group][offer.start : offer.start + len(offer.blocks)]) != offer.blocks:
-                self._submit(self._abort, offer)
-                return True
-        saves.append(
-            Transfer(
-                offer.request_id,
-                offer.group,
-                held.lease,
-                tuple(held.blocks.tolist()),
-                tuple(offer.blocks[index - offer.start] for index in held.blocks.tolist()),
-                tuple(held.pools.tolist()),
-                tuple(held.pages.tolist()),
-                tuple(held.generations.tolist()),
-                boot=held.boot,
+        if final_blocks <= offer.sent:
+            return True
+        places = np.flatnonzero((held.blocks >= offer.sent) & (held.blocks < final_blocks))
+        indices = held.blocks[places].tolist()
+        offer.sent = min(final_blocks, offer.end)
+        if indices:
+            table = step.blocks[offer.request_id][offer.group]
+            if indices[-1] >= len(table) or self._null_block in (ids := [table[index] for index in indices]):
+                # Out of the window by now: their bytes are gone, and nothing below them could be found.
+                self._submit(self._abort, offer, indices[0])
+                return False
+            saves.append(
+                Transfer(
+                    offer.request_id,
+                    offer.group,
+                    held.lease,
+                    tuple(indices),
+                    tuple(ids),
+                    tuple(held.pools[places].tolist()),
+                    tuple(held.pages[places].tolist()),
+                    tuple(held.generations[places].tolist()),
+                    boot=held.boot,
+                )
             )
-        )
-        return True
+        return offer.sent < offer.end
 
     def _abandon_offers(self, request_id: str) -> None:
+        life = self._lives.get(request_id)
         for offer in self._offers:
             if offer.request_id == request_id and not offer.abandoned:
+                if life is not None:
+                    life.stored[offer.group] = min(life.stored[offer.group], offer.sent)
                 with self._answered:
                     offer.abandoned = True
                     done = offer.done
-                if done and offer.reservation is not None:
-                    self._submit(self._abort, offer)
+                if done:
+                    self._submit(self._abort, offer, offer.sent)
 
-    def _abort(self, offer: _Offer) -> None:
-        """On the asking thread. No rank has been told of the slots, so none copies into them."""
-        assert offer.reservation is not None
-        try:
-            offer.session.abort(offer.reservation.lease, timeout=self._limits.timeout)
-        except CascadeError as error:
-            log.debug("a reservation ends by its deadline reason=%s", error)
+    def _abort(self, offer: _Offer, first: int) -> None:
+        """On the asking thread: give up block `first` and later ones. No rank was told of their slots."""
+        held = offer.reservation
+        unused = held.blocks[held.blocks >= first] if held is not None else ()
+        if held is not None and held.lease and len(unused):
+            try:
+                offer.session.abort(held.lease, unused, timeout=self._limits.timeout)
+            except CascadeError as error:
+                log.debug("a reservation ends by its deadline reason=%s", error)
 
     # ---- waiting
 

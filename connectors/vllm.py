@@ -9,9 +9,10 @@ refused while the engine starts, by the name of the flag to change; after that n
 
 Options, in `kv_connector_extra_config`: `socket`, the daemon's (else KVCASCADE_SOCKET, else this user's default);
 `sync_budget_bytes`, how much may be loaded within one step; `load_wait_s`, how long a load may take for blocks to come
-up from disk; `seed`, which this engine must have; `model_identity`, for weights that are not files; `weights_epoch`,
-the version of weights that are updated under the same name. A request may say `kv_transfer_params: {"kvcascade":
-"off"}`, or "read" or "write" for one of both.
+up from disk; `step_wait_s`, how long the scheduler waits for answers in one step (0.0005; models with sliding windows
+may store more with a longer one, since their blocks are gone a step later); `seed`, which this engine must have;
+`model_identity`, for weights that are not files; `weights_epoch`, the version of weights that are updated under the
+same name. A request may say `kv_transfer_params: {"kvcascade": "off"}`, or "read" or "write" for one of both.
 """
 
 import dataclasses
@@ -51,7 +52,16 @@ log = logging.getLogger(__name__)
 
 CONNECTOR = "CascadeConnector"
 PARAMETER = "kvcascade"
-OPTIONS = ("socket", "sync_budget_bytes", "load_wait_s", "seed", "model_identity", "weights_epoch", "stage")
+OPTIONS = (
+    "socket",
+    "sync_budget_bytes",
+    "load_wait_s",
+    "step_wait_s",
+    "seed",
+    "model_identity",
+    "weights_epoch",
+    "stage",
+)
 MAX_EVENTS = 10_000
 
 _NULL_BLOCK = 0
@@ -161,6 +171,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 ranks=self._ranks,
                 volatile_groups=self._shape.volatile,
                 null_block=_NULL_BLOCK,
+                lookahead_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 limits=self._limits,
             )
             self._paged = paged
@@ -607,7 +618,11 @@ class CascadeMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 def _limits(options: Mapping[str, Any]) -> Limits:
     limits = Limits()
-    for option, name in (("sync_budget_bytes", "sync_bytes"), ("load_wait_s", "load_wait")):
+    for option, name in (
+        ("sync_budget_bytes", "sync_bytes"),
+        ("load_wait_s", "load_wait"),
+        ("step_wait_s", "step_wait"),
+    ):
         value = options.get(option)
         if value is None:
             continue

@@ -33,6 +33,7 @@ class Lab:
 
     def __init__(self, process: Vllm, model: Path, daemon: Any, **options: Any) -> None:
         self._process = process
+        self._window = int(options.get("window", 0))
         process.call("close")
         process.call("lab", str(model), str(daemon.socket), **options)
         self.prompts: dict[str, tuple[list[int], int]] = {}
@@ -58,7 +59,7 @@ class Lab:
     def prove(self, *names: str) -> None:
         for name in names:
             tokens, count = self.prompts[name]
-            assert self.report(name)["tokens"] == expected(tokens, count), name
+            assert self.report(name)["tokens"] == expected(tokens, count, self._window), name
 
     def sound(self) -> None:
         """Nothing is left over, and nothing was told twice or written to what was free."""
@@ -368,6 +369,43 @@ def test_a_slot_that_was_handed_on_while_it_was_copied_is_a_failed_load(start_la
     lab.sound()
 
 
+# ---- several KV groups
+
+
+def test_a_model_with_a_sliding_window_is_loaded_in_both_groups(start_lab, daemon):
+    # Fault J3.
+    patient = {"step_wait_s": 5}  # a step here is over before the daemon has answered
+    lab = start_lab(daemon, window=40, extra=patient)
+    assert lab.serve("cold", prompt(1, 100), 30) == 129
+    lab.sound()
+    stored(lab, daemon, 16)
+    lab = start_lab(daemon, window=40, extra=patient)
+    assert lab.serve("warm", prompt(1, 100), 30) == 129 - 96
+    assert lab.serve("longer", prompt(1, 70) + prompt(2, 60), 30) == 159 - 64
+    lab.sound()
+    eventually(lambda: pins(daemon) == 0)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_with_several_groups_a_failed_load_is_told_by_request(start_lab, start_daemon, policy):
+    daemon = start_daemon()
+    start_lab(daemon, window=40, extra={"step_wait_s": 5}).serve("cold", prompt(1, 100))
+    stored(None, daemon, 12)
+    lab = start_lab(daemon, window=40, policy=policy)
+    lab.hold("copy")
+    lab.add("hit", prompt(1, 100))
+    lab.step_until(lambda: bool(lab.get("loads")))
+    lab.step()
+    daemon.kill()
+    lab.release("copy")
+    lab.run("hit")
+    if policy == "recompute":
+        lab.prove("hit")
+    else:
+        assert lab.report("hit")["status"] == "FINISHED_ERROR"
+    lab.sound()
+
+
 # ---- the daemon's troubles
 
 
@@ -455,12 +493,13 @@ def test_what_cannot_be_stored_rightly_is_refused_by_the_flag_to_change(start_la
 # ---- everything at once
 
 
-@pytest.mark.parametrize("seed", ["7", "21", "27"])
-def test_tokens_are_right_whatever_happens_at_random(start_lab, start_daemon, seed):
+@pytest.mark.parametrize(("seed", "window"), [("7", 0), ("21", 0), ("27", 0), ("1", 40), ("2", 24)])
+def test_tokens_are_right_whatever_happens_at_random(start_lab, start_daemon, seed, window):
     # Faults E1, M1: a small pool, so that requests are preempted, and aborts, resets, slow answers and a killed daemon.
     daemon = start_daemon(dram="8MiB", dram_slab="1MiB")
     chance = random.Random(seed)
-    lab = start_lab(daemon, blocks=26, extra={"sync_budget_bytes": 20_000}, max_tokens_a_step=48)
+    extra = {"sync_budget_bytes": 20_000}
+    lab = start_lab(daemon, blocks=42 if window else 26, extra=extra, max_tokens_a_step=48, window=window)
     heads = [prompt(name, 64) for name in range(4)]
     aborted: set[str] = set()
     for number in range(120):

@@ -34,19 +34,27 @@ def next_value(before: int, token: int, position: int) -> int:
     return (before * 31 + token * 17 + position + 1) % MODULUS
 
 
-def drawn(value: int) -> int:
-    return value % 991
+def in_window(value: int) -> int:
+    """What the layers with a window keep of a token."""
+    return (value * 7 + 1) % MODULUS
 
 
-def expected(tokens: list[int], count: int) -> list[int]:
+def drawn(value: int, window: list[int]) -> int:
+    """The next token; `window` is what the layers with a window keep of the last tokens, none without such layers."""
+    return (value + sum(window)) % 991
+
+
+def expected(tokens: list[int], count: int, window: int = 0) -> list[int]:
     """What the model draws after `tokens`, by itself."""
-    value, out = 0, []
-    for position, token in enumerate(tokens):
-        value = next_value(value, token, position)
-    for _ in range(count):
-        token = drawn(value)
-        out.append(token)
-        value = next_value(value, token, len(tokens) + len(out) - 1)
+    values: list[int] = []
+    tokens = list(tokens)
+    out: list[int] = []
+    while len(out) < count:
+        for position in range(len(values), len(tokens)):
+            values.append(next_value(values[-1] if values else 0, tokens[position], position))
+        kept = [in_window(value) for value in values[-window:]] if window else []
+        out.append(drawn(values[-1], kept))
+        tokens.append(out[-1])
     return out
 
 
@@ -95,8 +103,12 @@ class Lab:
         algo: str = "sha256_cbor",
         kv_dtype: str = "auto",
         stages: int = 1,
+        window: int = 0,
     ) -> None:
-        """`multi`: "chosen" or "sibling", whether ours is the child of a MultiConnector whose hit is taken."""
+        """`multi`: "chosen" or "sibling", whether ours is the child of a MultiConnector whose hit is taken.
+
+        `window`: tokens that a second KV group's layers see, or 0 for one group alone.
+        """
         from vllm.config import (
             CacheConfig,
             DeviceConfig,
@@ -111,7 +123,7 @@ class Lab:
         from vllm.utils.hashing import sha256_cbor
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
         init_none_hash(sha256_cbor)
@@ -157,9 +169,16 @@ class Lab:
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
         )
         self.config.parallel_config.pipeline_parallel_size = stages
-        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=HEAD_DIM, dtype=torch.float32)
-        names = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
-        cached = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, spec)])
+        sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": HEADS, "head_size": HEAD_DIM, "dtype": torch.float32}
+        specs = [FullAttentionSpec(**sizes)]
+        if window:
+            specs.append(SlidingWindowSpec(**sizes, sliding_window=window))
+        names = [
+            [f"model.layers.{group * LAYERS + layer}.self_attn.attn" for layer in range(LAYERS)]
+            for group in range(len(specs))
+        ]
+        groups = [KVCacheGroupSpec(mine, spec) for mine, spec in zip(names, specs, strict=True)]
+        cached = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         cache.num_gpu_blocks = blocks
         self.scheduler = Scheduler(
             vllm_config=self.config,
@@ -167,12 +186,16 @@ class Lab:
             log_stats=True,
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=BLOCK_TOKENS,
+            hash_block_size=BLOCK_TOKENS,
         )
         if events:
             self.scheduler.kv_event_publisher = self
         self.worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, cached)
-        self.kv = torch.full((LAYERS, blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_DIM), POISON)
-        self.worker.register_kv_caches(dict(zip(names, self.kv, strict=True)))
+        self._window = window
+        # [group, layer, block, ...]: a block's id is of one group at a time, but each group has a place for it.
+        self.kv = torch.full((len(specs), LAYERS, blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_DIM), POISON)
+        layers = {name: self.kv[group, layer] for group, mine in enumerate(names) for layer, name in enumerate(mine)}
+        self.worker.register_kv_caches(layers)
         self._pattern = (torch.arange(HEADS)[:, None] * 64 + torch.arange(2 * HEAD_DIM)[None]) % 7
         self.requests: dict[str, Any] = {}
         self.outputs: dict[str, list[int]] = {}
@@ -242,7 +265,7 @@ class Lab:
 
             def load(self, blocks: Any, slots: Any) -> None:
                 prove(blocks, slots)
-                lab.kv[:, list(blocks)[-2:]] = 12345.0
+                lab.kv[:, :, list(blocks)[-2:]] = 12345.0
                 paged._gatherers[0] = store
 
         lab, session = self, paged._session
@@ -321,18 +344,29 @@ class Lab:
         request = self.scheduler.requests[name]
         end = request.num_computed_tokens  # the scheduler counts them before they are computed
         tokens = list(request.all_token_ids)
-        (table,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+        tables = self.scheduler.kv_cache_manager.get_block_ids(name)
         value = 0
         for position in range(end - count, end):
-            before = self._read(table, position - 1) if position else 0
+            before = self._read(0, tables, position - 1) if position else 0
             value = next_value(before, tokens[position], position)
-            self.kv[:, table[position // BLOCK_TOKENS], :, position % BLOCK_TOKENS] = value + self._pattern
+            self._write(0, tables, position, value)
+            if self._window:
+                self._write(1, tables, position, in_window(value))
         self.computed += count
-        return [drawn(value)] if end >= len(tokens) else []
+        if end < len(tokens):
+            return []
+        # vLLM's window counts the token itself.
+        seen = range(max(0, end - self._window), end) if self._window else range(0)
+        return [drawn(value, [self._read(1, tables, position) for position in seen])]
 
-    def _read(self, table: list[int], position: int) -> int:
+    def _write(self, group: int, tables: Any, position: int, value: int) -> None:
+        block = tables[group][position // BLOCK_TOKENS]
+        self.kv[group, :, block, :, position % BLOCK_TOKENS] = value + self._pattern
+
+    def _read(self, group: int, tables: Any, position: int) -> int:
         """The KV of one token; another number than was written if any byte of it is another."""
-        found = self.kv[:, table[position // BLOCK_TOKENS], :, position % BLOCK_TOKENS] - self._pattern
+        block = tables[group][position // BLOCK_TOKENS]
+        found = self.kv[group, :, block, :, position % BLOCK_TOKENS] - self._pattern
         first = found.flatten()[0]
         return int(first) if bool((found == first).all()) else -1
 
@@ -340,11 +374,11 @@ class Lab:
         """Before a step: nobody has written to what nobody owned. After that, what nobody owns is poisoned."""
         pool = self.scheduler.kv_cache_manager.block_pool
         for block in self._poisoned:
-            if not bool((self.kv[:, block] == POISON).all()):
+            if not bool((self.kv[:, :, block] == POISON).all()):
                 self.faults.append(f"block {block} was written to while it was free")
         free = {block.block_id for block in pool.blocks if block.ref_cnt == 0 and block.block_hash is None}
         for block in free:
-            self.kv[:, block] = POISON
+            self.kv[:, :, block] = POISON
         # What has an owner now is written to from this step on.
         self._poisoned = free - {pool.null_block.block_id}
 
@@ -510,6 +544,12 @@ class Side:
         import vllm
 
         return str(vllm.__version__)
+
+    def debug(self) -> None:
+        import logging
+
+        logging.basicConfig(level=logging.WARNING)
+        logging.getLogger("kvcascade").setLevel(logging.DEBUG)
 
     def lab(self, *arguments: Any, **named: Any) -> None:
         self.open = Lab(*arguments, **named)
