@@ -30,6 +30,7 @@ SUBJECTS = {
     "disk_chains": "small blocks of a chain on disk; a start with a million of them",
     "trouble": "hits in DRAM while the disk hangs; what the ledger costs",
     "hashing": "block hashes against cbor2 and hashlib",
+    "codec": "lossless packing of real KV",
 }
 
 

@@ -9,6 +9,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcascade.tiers.block import ITEMSIZES
 from kvcascade.tiers.codec import Codec, CodecChoice, CodecError, decode, encode
 
 CODECS = list(Codec)
@@ -35,13 +36,44 @@ def test_any_bytes_come_back(payload: bytes, codec: Codec, element: int) -> None
     assert size <= len(payload)
 
 
-@given(st.integers(0, 3000), st.sampled_from(CODECS), st.integers(0, 1 << 30))
-@pytest.mark.parametrize("dtype", ["<f2", "<u2", "<f4", "<f8", "<i1", "<u1"])
-def test_numbers_of_every_width_come_back(dtype: str, count: int, codec: Codec, seed: int) -> None:
-    """Also NaNs of every kind, infinities and subnormal numbers: any pattern of bits."""
-    numbers = np.random.default_rng(seed).integers(0, 256, count * np.dtype(dtype).itemsize, dtype=np.uint8)
-    numbers[::3] = 0x3F
-    round_trip(numbers.tobytes(), codec, np.dtype(dtype).itemsize)
+@given(
+    count=st.integers(0, 3000),
+    odd=st.integers(0, 7),
+    noise=st.integers(0, 8),
+    codec=st.sampled_from(CODECS),
+    seed=st.integers(0, 1 << 30),
+)
+@pytest.mark.parametrize("dtype", sorted(ITEMSIZES))
+def test_numbers_of_every_dtype_come_back(
+    dtype: str, count: int, odd: int, noise: int, codec: Codec, seed: int
+) -> None:
+    """Any pattern of bits (NaNs, infinities, subnormal numbers), more or less of it noise, and odd lengths."""
+    width = ITEMSIZES[dtype]
+    generator = np.random.default_rng(seed)
+    numbers = generator.integers(0, 256, count * width + odd, dtype=np.uint8)
+    quiet = numbers[width - 1 :: width]
+    quiet[generator.integers(0, 8, len(quiet)) >= noise] = 0x3F
+    round_trip(numbers.tobytes(), codec, width)
+
+
+LETTERS = b"abcd" * 24
+NUMBERS = bytes(0x3F if n % 2 else n * 7 % 256 for n in range(96))
+
+
+@pytest.mark.parametrize(
+    ("codec", "element", "payload", "encoded"),
+    [
+        (Codec.LZ4, 1, LETTERS, "010e000000 4f61626364040044506461626364"),
+        (Codec.ZSTD, 1, LETTERS, "0113000000 28b52ffd206055000020616263640100f9e488"),
+        (Codec.LZ4, 2, NUMBERS, "010b000000 1f3f010017503f3f3f3f3f" + NUMBERS[::2].hex()),
+        (Codec.ZSTD, 2, NUMBERS, "0111000000 28b52ffd2030450000103f3f01009b000b" + NUMBERS[::2].hex()),
+    ],
+)
+def test_what_an_earlier_version_wrote_is_still_read(codec: Codec, element: int, payload: bytes, encoded: str) -> None:
+    """Another way to pack needs another number: values outlive the version that wrote them."""
+    into = bytearray(len(payload))
+    decode(memoryview(bytes.fromhex(encoded)), codec, element, memoryview(into))
+    assert into == payload
 
 
 @pytest.mark.parametrize("codec", [Codec.LZ4, Codec.ZSTD])
@@ -49,6 +81,13 @@ def test_two_byte_floats_shrink(codec: Codec) -> None:
     payload = bf16(1 << 18)
     used, size = round_trip(payload, codec, 2)
     assert used == codec
+    assert size < 0.9 * len(payload)
+
+
+def test_four_byte_floats_shrink() -> None:
+    payload = np.random.default_rng(1).standard_normal(1 << 17, dtype=np.float32).tobytes()
+    used, size = round_trip(payload, Codec.ZSTD, 4)
+    assert used == Codec.ZSTD
     assert size < 0.9 * len(payload)
 
 
