@@ -17,7 +17,7 @@ from kvcascade.tiers.codec import Codec, decode, encode
 
 from .harness import GB, ROOT, Bench, Engine, Row, check, median_ratio
 
-TOKENS = 1024
+TOKENS = 512
 BLOCK = 16
 ELEMENT = 2
 DTYPES = ("bfloat16", "float16")
