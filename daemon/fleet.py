@@ -1,27 +1,35 @@
 """Who is in the fleet, and which node has which prefix: two kinds of small values in Redis.
 
-*Node records*: one key a node, `node:NAME`, with its address, incarnation and key scheme; it lives for LEASE_S and is
-renewed every third of that. A node whose record is gone, or has another incarnation, has nothing for us.
+*Node records*: each node's address, incarnation and key scheme, under its name (`node:`, so that a name has one node)
+and under its incarnation (`boot:`, where entries lead); both live for LEASE_S and are renewed every third of that. A
+node whose record is gone has nothing for us.
 
 *Entries*: one key for every 16th block of a chain and for its end, `d:` and the block's keyed name; the value is the
 incarnation of the node that said so last. An entry is a hint, never a promise: it may be late, evicted, or another
 node's by now; the node itself says exactly what it has. A chain is never assumed to be whole, so all blocks of a
 question are asked for in one MGET, and the last one that some node names decides how far to ask that node.
 
-What it costs (an entry is some 150 bytes in Redis): 10 bytes a block, one pipelined SET for each 16 blocks stored,
-and at rest one SET and one GET a node every 5 s; no SCAN, no heartbeat a block. Entries live as long as blocks in Redis
-do; those of dead nodes are left to their TTL. Once a minute each node adds its name to one sorted set and reads it, to
-meet those it has not met.
+What it costs is in `make bench`: 10 bytes of Redis a block (160 for an entry, which stands for 16), one pipelined SET
+for each 16 blocks stored, and at rest a GET and two SETs a node every 5 s; no SCAN, no heartbeat a block. Once a minute
+each node adds its name to one sorted set and reads it, to meet those it has not met. Entries live as long as blocks in
+Redis do; one that leads to a node that has been gone for as long as a lease goes when met.
 
 Two nodes with one name would take turns at one record: the later one sees the other's living record, and steps back
-until that is gone. Nodes that hash otherwise (another seed, algorithm or key scheme) never meet a block of ours, since
-all of that is in the namespace; they are told apart here so that `status` can say why nothing is shared.
+until that is gone. A node that was killed and is back at its address takes its record over at once, because no two can
+listen there. Nodes that hash otherwise (another seed, algorithm or key scheme) never meet a block of ours, since all of
+that is in the namespace; they are told apart here so that `status` can say why nothing is shared.
+
+A Redis that has lost what it held (it was restarted, flushed or failed over) is noticed by our own record's absence:
+`forgotten` is called, for all that lies here to be named again.
 """
 
 import asyncio
 import logging
+import random
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol, Self
 
@@ -29,7 +37,7 @@ import cbor2
 
 from kvcascade.config.errors import CascadeError, ProtocolError
 from kvcascade.config.settings import Endpoint
-from kvcascade.tiers.remote import TAG_BYTES, BlockName, Secret
+from kvcascade.tiers.remote import TAG_BYTES, Secret
 
 from .protocol import decode_body, take
 
@@ -47,6 +55,12 @@ MEET_S: Final = 60.0  # how often nodes that are new are looked for
 ROLL_S: Final = 3600.0  # how long a name stays in the roll
 MET: Final = 256  # records that are read at one time
 MAX_RECORD: Final = 2048  # bytes
+ERASE_S: Final = 0.001  # what is to go gets a value that nobody takes, and so long to live
+ERASING: Final = 4  # tasks, with the two that always run
+BOOT_BYTES: Final = 16
+GONE: Final = 4096  # incarnations without a record that are remembered
+
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
 
 class Store(Protocol):
@@ -103,13 +117,18 @@ class NodeInfo:
             len(address) == 2
             and isinstance(address[0], str)
             and 0 < len(address[0]) < 256
+            and address[0].isprintable()
             and isinstance(address[1], int)
             and 0 < address[1] < 65536
         ):
             raise ProtocolError("field 'address': it is no host and port")
         texts = {name: take(values, name, str, hi=64) for name in ("name", "version", "hash_algo", "key_scheme")}
+        for name, text in texts.items():
+            # They are shown to people, and a name is part of keys.
+            if not (_NAME.fullmatch(text) if name == "name" else text.isprintable()):
+                raise ProtocolError(f"field {name!r}: {text!r} is none")
         return cls(
-            boot=take(values, "boot", bytes, lo=16, hi=16),
+            boot=take(values, "boot", bytes, lo=BOOT_BYTES, hi=BOOT_BYTES),
             address=Endpoint(*address) if address else None,
             none_hash=take(values, "none_hash", bytes, lo=8, hi=32),
             **texts,
@@ -126,18 +145,22 @@ class Fleet:
     """This node's record and entries, and those of others. Use as an async context manager, on the loop's thread."""
 
     def __init__(self, store: Store, secret: Secret, me: NodeInfo, *, entry_ttl: float, timeout: float) -> None:
-        """`me` is made known only where it has an address; others are found in any case."""
+        """`me` may have no address: then it is known, but has no entries. `timeout`: for each question to Redis."""
         self._store = store
         self._secret = secret
         self.me = me
         self._entry_ttl = entry_ttl
         self._timeout = timeout
         self._me_packed = self._sealed(me)
+        self.forgotten: Callable[[], None] = lambda: None
+        # The loop's thread alone changes what follows.
         self._known: dict[bytes, _Known] = {}  # incarnation → node
+        self._gone: dict[bytes, tuple[float, float]] = {}  # incarnation without a record → since, last looked
         self._different: dict[str, str] = {}  # node's name → why nothing is shared with it
         self._waiting: dict[bytes, None] = {}
         self._gathered = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._recorded = False  # our record was written
         self.taken_by = ""  # another living node of this name: its incarnation
         self._trouble = ""
         self._meet_at = 0.0
@@ -152,27 +175,29 @@ class Fleet:
 
     def start(self) -> None:
         """Makes this node known, at first or again."""
-        if self.me.address is not None and not self._tasks:
-            self._tasks = [
-                asyncio.create_task(self._renew(), name="fleet lease"),
-                asyncio.create_task(self._write_entries(), name="fleet directory"),
-            ]
+        if self._tasks:
+            return
+        self._tasks.add(asyncio.create_task(self._renew(), name="fleet lease"))
+        if self.me.address is not None:
+            self._tasks.add(asyncio.create_task(self._write_entries(), name="fleet directory"))
 
     async def stop(self) -> None:
-        """Says that this node is gone, until `start`: others stop asking at once. Idempotent."""
-        if not self._tasks:
+        """Says that this node is gone, until `start`. Idempotent."""
+        tasks = list(self._tasks)
+        if not tasks:
             return
-        for task in self._tasks:
+        for task in tasks:
             task.cancel()
-        await asyncio.wait(self._tasks)
-        self._tasks = []
-        key = self._node_key(self.me.name)
-        try:
-            (there,) = await self._store.read([key], self._timeout)
-            if there == self._me_packed:
-                await self._store.write([(key, b"")], 0.001, self._timeout)
-        except CascadeError:
-            pass  # it runs out by itself
+        await asyncio.wait(tasks)
+        self._tasks.clear()
+        if self._recorded and not self.taken_by:
+            with suppress(CascadeError):
+                # No record is better than one that runs out: others stop asking at once.
+                await self._erase([self._node_key(self.me.name), b"boot:" + self.me.boot])
+            self._recorded = False
+
+    async def _erase(self, keys: Sequence[bytes]) -> None:
+        await self._store.write([(key, b"") for key in keys], ERASE_S, self._timeout)
 
     # ---- node records
 
@@ -190,31 +215,43 @@ class Fleet:
         return NodeInfo.unpack(body)
 
     async def _renew(self) -> None:
-        key = self._node_key(self.me.name)
         while True:
             try:
-                (there,) = await self._store.read([key], self._timeout)
-                other = self._other(there)
-                if other is None:
-                    await self._store.write(
-                        [(key, self._me_packed), (b"boot:" + self.me.boot, self.me.name.encode())],
-                        LEASE_S,
-                        self._timeout,
-                    )
-                elif not self.taken_by:
-                    log.error("cluster.node: another node is named %s too; this one is silent", self.me.name)
-                self.taken_by = "" if other is None else other.boot.hex()
-                now = asyncio.get_running_loop().time()
-                if other is None and now >= self._meet_at:
-                    self._meet_at = now + MEET_S
-                    await self._meet()
+                await self._renew_once()
                 self._trouble = ""
             except CascadeError as error:
                 self._trouble = str(error)
                 self.counters["lease_failures"] += 1
             except Exception:
                 log.exception("the node's record was not renewed")
-            await asyncio.sleep(RENEW_S)
+            # Nodes that were started together do not ask together for ever.
+            await asyncio.sleep(RENEW_S * random.uniform(0.9, 1.0))
+
+    async def _renew_once(self) -> None:
+        key = self._node_key(self.me.name)
+        (there,) = await self._store.read([key], self._timeout)
+        other = self._other(there)
+        if other is not None and not self._recorded and other.address == self.me.address is not None:
+            log.info("an earlier life of this node is over boot=%s", other.boot.hex())
+            await self._erase([b"boot:" + other.boot])
+            other = None
+        if other is not None:
+            if not self.taken_by:
+                log.error("cluster.node: another node is named %s too; this one is silent", self.me.name)
+            self.taken_by = other.boot.hex()
+            return
+        self.taken_by = ""
+        records = [(key, self._me_packed), (b"boot:" + self.me.boot, self._me_packed)]
+        await self._store.write(records, LEASE_S, self._timeout)
+        if self._recorded and not there:
+            log.warning("redis has lost what it held")
+            self.counters["forgotten"] += 1
+            self.forgotten()
+        self._recorded = True
+        now = asyncio.get_running_loop().time()
+        if now >= self._meet_at:
+            self._meet_at = now + MEET_S
+            await self._meet()
 
     async def _meet(self) -> None:
         """Reads the records of the other nodes, to know those with which nothing can be shared."""
@@ -243,35 +280,43 @@ class Fleet:
     async def _nodes(self, boots: Sequence[bytes], timeout: float) -> dict[bytes, NodeInfo]:
         """The living nodes of these incarnations."""
         now = asyncio.get_running_loop().time()
-        unknown = [boot for boot in boots if boot not in self._known or now - self._known[boot].read > FRESH_S]
+        unknown = [
+            boot
+            for boot in boots
+            if not (boot in self._known and now - self._known[boot].read < FRESH_S)
+            and not (boot in self._gone and now - self._gone[boot][1] < FRESH_S)
+        ]
         if unknown:
-            names = await self._store.read([b"boot:" + boot for boot in unknown], timeout)
-            found = [(boot, name) for boot, name in zip(unknown, names, strict=True) if name and len(name) <= 64]
-            for boot in unknown:
+            records = await self._store.read([b"boot:" + boot for boot in unknown], timeout)
+            for boot, record in zip(unknown, records, strict=True):
                 self._known.pop(boot, None)
-            if found:
-                keys = [b"node:" + name for _, name in found]
-                records = await self._store.read(keys, timeout)
-                for (boot, _), record in zip(found, records, strict=True):
-                    self._learn(boot, record, now)
+                if not self._learn(boot, record, now):
+                    since, _ = self._gone.pop(boot, (now, now))
+                    if len(self._gone) >= GONE:
+                        self._gone.pop(next(iter(self._gone)))
+                    self._gone[boot] = (since, now)
+                else:
+                    self._gone.pop(boot, None)
         return {boot: self._known[boot].info for boot in boots if boot in self._known}
 
-    def _learn(self, boot: bytes, record: bytes | None, now: float) -> None:
+    def _learn(self, boot: bytes, record: bytes | None, now: float) -> bool:
+        """Whether this is the record of a living node, with which things can be shared or not."""
         if not record:
-            return
+            return False
         try:
             info = self._unsealed(record)
         except CascadeError as error:
             self.counters["bad_records"] += 1
             log.debug("a node's record is not believed reason=%s", error)
-            return
+            return False
         if info.boot != boot:
-            return  # an earlier incarnation's entry
+            return False
         self.note(info)
-        if self.me.difference(info) is None:
+        if info.address is not None and self.me.difference(info) is None:
             if len(self._known) >= KNOWN:
                 self._known.pop(next(iter(self._known)))
             self._known[boot] = _Known(info, now)
+        return True
 
     def note(self, info: NodeInfo) -> None:
         """Another node was met: remembers if nothing can be shared with it."""
@@ -283,18 +328,18 @@ class Fleet:
 
     # ---- the directory
 
-    def _entry_key(self, namespace: bytes, group: int, block_hash: bytes) -> bytes:
-        return b"d:" + self._secret.name_of(BlockName(namespace, group, block_hash))
+    def _entry_keys(self, namespace: bytes, group: int, hashes: Iterable[bytes]) -> list[bytes]:
+        return [b"d:" + name for name in self._secret.names_of(namespace, group, hashes)]
 
     def announce(self, namespace: bytes, group: int, hashes: Sequence[bytes]) -> None:
         """Queues entries: this node has these blocks, and all above them."""
         if self.me.address is None:
             return
-        for block_hash in hashes:
+        for key in self._entry_keys(namespace, group, hashes):
             if len(self._waiting) >= WAITING:
                 self.counters["entries_dropped"] += 1
             else:
-                self._waiting[self._entry_key(namespace, group, block_hash)] = None
+                self._waiting[key] = None
         if self._waiting:
             self._gathered.set()
 
@@ -325,22 +370,42 @@ class Fleet:
 
         TierUnavailable when the directory cannot be read: then nobody knows.
         """
-        keys = [
-            self._entry_key(namespace, group, hashes[start : start + width]) for start in range(0, len(hashes), width)
-        ]
+        cut = (hashes[start : start + width] for start in range(0, len(hashes), width))
+        keys = self._entry_keys(namespace, group, cut)
         reached: dict[bytes, int] = {}
+        entries: list[tuple[bytes, bytes]] = []
         for start in range(0, len(keys), BATCH):
             replies = await self._store.read(keys[start : start + BATCH], timeout)
-            for number, boot in enumerate(replies, start + 1):
-                if boot is not None and len(boot) == 16 and boot != self.me.boot:
+            for number, boot in enumerate(replies, start):
+                if boot is not None and len(boot) == BOOT_BYTES and boot != self.me.boot:
                     reached[boot] = number
+                    entries.append((keys[number], boot))
         if not reached:
             return []
         nodes = await self._nodes(list(reached), timeout)
-        # An entry says what lies above it is there, too; what lies below is for the node to say.
-        last = len(keys)
+        self._erase_dead(entries)
+        # An entry says that what lies above it is there, too; what lies below is for the node to say.
         named = sorted(((info, reached[boot]) for boot, info in nodes.items()), key=lambda one: -one[1])
-        return [(info, last) for info, _ in named]
+        return [(info, len(keys)) for info, _ in named]
+
+    def _erase_dead(self, entries: Sequence[tuple[bytes, bytes]]) -> None:
+        """Begins to erase entries of nodes that have been gone for a lease.
+
+        Not sooner: a node that is cut off from Redis for a moment would lose all of its entries. One that a living node
+        has written over in between is lost, too; that costs a miss.
+        """
+        dead = [
+            key for key, boot in entries if boot in self._gone and self._gone[boot][1] - self._gone[boot][0] >= LEASE_S
+        ]
+        if dead and len(self._tasks) < ERASING:
+            task = asyncio.create_task(self._erase_entries(dead), name="fleet erases dead entries")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _erase_entries(self, keys: Sequence[bytes]) -> None:
+        with suppress(CascadeError):
+            await self._erase(keys)
+            self.counters["entries_erased"] += len(keys)
 
     # ---- what people see
 

@@ -4,7 +4,6 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,7 +128,7 @@ def test_a_light_module_is_light_in_a_fresh_interpreter(module: str) -> None:
     assert not set(done.stdout.split()) & HEAVY
 
 
-# Their engine is installed elsewhere; tests/connectors/test_vllm.py runs them.
+# Their engine is installed elsewhere; tests/connectors/test_vllm*.py run them.
 ELSEWHERE = ("connectors/vllm.py", "connectors/vllm_model.py", "connectors/vllm_tier.py")
 
 
@@ -139,8 +138,6 @@ ELSEWHERE = ("connectors/vllm.py", "connectors/vllm_model.py", "connectors/vllm_
 def test_a_module_imports_by_itself(file: str) -> None:
     """In any order: no module counts on another one having been loaded before. Nothing is printed or started."""
     module = "kvcascade." + file.removesuffix(".py").replace("/", ".")
-    if file in ONLY_IN["vllm"] and find_spec("vllm") is None:
-        pytest.skip("vLLM lives in a venv of its own; tests/connectors/test_vllm_tier.py imports it there")
     script = f"import threading, {module}; assert threading.active_count() == 1"
     done = subprocess.run([sys.executable, "-P", "-W", "error", "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

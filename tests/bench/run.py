@@ -31,6 +31,7 @@ SUBJECTS = {
     "trouble": "hits in DRAM while the disk hangs; what the ledger costs",
     "hashing": "block hashes against cbor2 and hashlib",
     "codec": "lossless packing of real KV",
+    "fleet": "the directory: Redis memory a block, commands of a fleet at rest",
 }
 
 

@@ -1,9 +1,12 @@
 """The fleet's registry and directory in a real Redis: hints that are wrong, nodes that are dead, doubled or forged."""
 
 import asyncio
+import sys
+from asyncio import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import cbor2
 import pytest
@@ -14,9 +17,10 @@ from kvcascade.config.settings import Endpoint, RedisSettings
 from kvcascade.daemon import fleet as module
 from kvcascade.daemon.fleet import Fleet, NodeInfo
 from kvcascade.tiers.redis import RedisTier
-from kvcascade.tiers.remote import Secret
+from kvcascade.tiers.remote import BlockName, Secret
 
 SECRET = Secret(b"sixteen bytes and more")
+NODE = Path(__file__).parents[1] / "engines" / "fleet_node.py"
 SPACE = b"n" * 32
 A = NodeInfo("a", b"A" * 16, Endpoint("10.0.0.1", 7400), "0.1", "sha256_cbor", "tagged-0.31", b"r" * 32)
 B = replace(A, name="b", boot=b"B" * 16, address=Endpoint("10.0.0.2", 7400))
@@ -94,15 +98,86 @@ async def test_nothing_is_scanned_and_at_rest_nothing_is_written_a_block(server:
         assert client.info("commandstats")["cmdstat_set"]["calls"] <= 40
 
 
-async def test_a_dead_nodes_entries_lead_nowhere(server: RedisServer) -> None:
+@asynccontextmanager
+async def process(server: RedisServer, info: NodeInfo) -> AsyncIterator[subprocess.Process]:
+    """A node in a process of its own, whose entry is for the 16th block."""
+    arguments = (server.url, "sixteen bytes and more", str(module.LEASE_S), info.pack().hex(), HASHES[15].hex())
+    one = await asyncio.create_subprocess_exec(sys.executable, "-P", NODE, *arguments, stdout=subprocess.PIPE)
+    try:
+        assert one.stdout is not None
+        assert await one.stdout.readline() == b"known\n"
+        yield one
+    finally:
+        if one.returncode is None:
+            one.kill()
+        await one.wait()
+
+
+async def test_a_killed_nodes_entries_lead_nowhere_and_go(server: RedisServer) -> None:
     async with node(server, B) as b:
-        async with node(server, A) as a:
-            a.announce(SPACE, 0, [HASHES[15]])
-            await written(a, 1)
+        async with process(server, A) as a:
             await eventually(b, [("a", 40)])
-            for task in a._tasks:  # as a killed process would: without a word
-                task.cancel()
+            a.kill()
+            await a.wait()
         await eventually(b, [])
+        for _ in range(200):
+            await find(b)
+            if b.counters["entries_erased"]:
+                break
+            await asyncio.sleep(0.05)
+        assert b.counters["entries_erased"] == 1
+        await asyncio.sleep(0.05)
+        assert not server.client().keys("kvcascade:d:*")
+
+
+async def test_a_node_that_was_killed_is_back_at_once(server: RedisServer) -> None:
+    """Its earlier life's record is still there, and no two can listen at one address."""
+    async with node(server, B) as b, process(server, A) as first:
+        first.kill()
+        await first.wait()
+        async with node(server, replace(A, boot=b"C" * 16)) as again:
+            await eventually(b, [])
+            again.announce(SPACE, 0, [HASHES[15]])
+            await written(again, 1)
+            await eventually(b, [("a", 40)])
+            assert again.problems() == []
+
+
+async def test_a_node_that_is_cut_off_for_a_moment_keeps_its_entries(server: RedisServer) -> None:
+    async with node(server, B) as b, node(server, A) as a:
+        a.announce(SPACE, 0, [HASHES[15]])
+        await written(a, 1)
+        await eventually(b, [("a", 40)])
+        server.client().delete(b"kvcascade:boot:" + A.boot)
+        await eventually(b, [("a", 40)])
+        assert not b.counters["entries_erased"]
+
+
+async def test_what_redis_has_lost_is_to_be_named_again(server: RedisServer) -> None:
+    async with node(server, A) as a:
+        again = asyncio.Event()
+        a.forgotten = again.set
+        for _ in range(200):
+            if server.client().exists("kvcascade:node:a"):
+                break
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(3 * module.RENEW_S)
+        assert not again.is_set()
+        server.client().flushall()
+        await asyncio.wait_for(again.wait(), 20)
+
+
+async def test_a_node_that_serves_nobody_is_known_and_has_no_entries(server: RedisServer) -> None:
+    """Nodes that share by Redis alone are told, too, why they share nothing."""
+    silent = replace(A, address=None)
+    async with node(server, silent) as a, node(server, replace(B, hash_algo="sha256")) as b:
+        a.announce(SPACE, 0, HASHES)
+        for _ in range(200):
+            if a.problems() and b.problems():
+                break
+            await asyncio.sleep(0.03)
+        assert "hash algorithm" in a.problems()[0] and "hash algorithm" in b.problems()[0]
+        assert await find(b) == []
 
 
 async def test_a_restarted_nodes_old_entries_are_void(server: RedisServer) -> None:
@@ -121,14 +196,41 @@ async def test_a_restarted_nodes_old_entries_are_void(server: RedisServer) -> No
 async def test_the_later_one_of_two_nodes_with_one_name_steps_back(server: RedisServer) -> None:
     async with node(server, A) as a:
         await asyncio.sleep(0.3)
-        async with node(server, replace(A, boot=b"C" * 16)) as twin, node(server, B) as b:
-            await asyncio.sleep(0.6)
+        elsewhere = Endpoint("10.0.0.3", 7400)
+        async with node(server, replace(A, boot=b"C" * 16, address=elsewhere)) as twin, node(server, B) as b:
+            for _ in range(200):
+                if twin.problems():
+                    break
+                await asyncio.sleep(0.03)
             assert any("named a too" in problem for problem in twin.problems())
             assert a.problems() == []
             twin.announce(SPACE, 0, [HASHES[15]])
-            await asyncio.sleep(0.3)
+            for _ in range(200):
+                if twin.counters["entries_dropped"]:
+                    break
+                await asyncio.sleep(0.03)
             assert twin.counters["entries_dropped"] == 1
             assert await find(b) == []
+        assert a.problems() == []
+
+
+async def test_the_name_of_a_node_that_has_gone_is_free(server: RedisServer) -> None:
+    elsewhere = replace(A, boot=b"C" * 16, address=Endpoint("10.0.0.3", 7400))
+    async with process(server, A) as first, node(server, elsewhere) as other, node(server, B) as b:
+        for _ in range(200):
+            if other.problems():
+                break
+            await asyncio.sleep(0.03)
+        assert other.problems()
+        first.kill()
+        await first.wait()
+        for _ in range(400):
+            if not other.problems():
+                break
+            await asyncio.sleep(0.03)
+        other.announce(SPACE, 0, [HASHES[20]])
+        await written(other, 1)
+        await eventually(b, [("a", 40)])
 
 
 async def test_nodes_that_hash_otherwise_are_named_on_both_sides(server: RedisServer) -> None:
@@ -152,6 +254,7 @@ async def test_nodes_that_hash_otherwise_are_named_on_both_sides(server: RedisSe
         b"",
         b"garbage",
         b"x" * 4000,
+        bytes(32 << 20),
         cbor2.dumps({"record": 2}),
         b"\x81" * 1500,
         A.pack().replace(b"10.0.0.1", b"10.6.6.6"),
@@ -164,14 +267,31 @@ async def test_a_forged_record_is_not_believed(server: RedisServer, record: byte
         await eventually(b, [("a", 40)])
         for forged in (record, bytes(32) + record, Secret().tag("nodes", record) + record):
             server.client().set("kvcascade:node:evil", forged)
-            server.client().set(b"kvcascade:boot:" + b"E" * 16, b"evil")
-            server.client().set(b"kvcascade:d:" + SECRET.name_of(module.BlockName(SPACE, 0, HASHES[20])), b"E" * 16)
-            assert await find(b) == [("a", 40)]
+            server.client().set(b"kvcascade:boot:" + b"E" * 16, forged)
+            server.client().set(b"kvcascade:d:" + SECRET.name_of(BlockName(SPACE, 0, HASHES[20])), b"E" * 16)
+            await eventually(b, [("a", 40)])
+
+
+async def test_without_a_secret_a_forged_record_is_a_hint_like_any_other(server: RedisServer) -> None:
+    """Whoever can write into Redis can send others to a wrong place, which costs a miss: bytes prove themselves."""
+    open_secret = Secret()
+    evil = replace(A, name="evil", boot=b"E" * 16)
+    async with node(server, B, open_secret) as b:
+        body = evil.pack()
+        server.client().set(b"kvcascade:boot:" + evil.boot, open_secret.tag("nodes", body) + body)
+        server.client().set(b"kvcascade:d:" + open_secret.name_of(BlockName(SPACE, 0, HASHES[3])), evil.boot)
+        assert await find(b) == [("evil", 40)]
+        # Nor can it speak to the terminal of whoever asks for the status.
+        body = cbor2.dumps(cbor2.loads(body) | {"name": "\x1b[2J", "none_hash": bytes(32)})
+        server.client().set(b"kvcascade:boot:" + evil.boot, open_secret.tag("nodes", body) + body)
+        await asyncio.sleep(0.2)
+        assert await find(b) == []
+        assert b.problems() == []
 
 
 async def test_garbage_for_entries_is_no_holder(server: RedisServer) -> None:
     async with node(server, B) as b:
-        key = b"kvcascade:d:" + SECRET.name_of(module.BlockName(SPACE, 0, HASHES[3]))
+        key = b"kvcascade:d:" + SECRET.name_of(BlockName(SPACE, 0, HASHES[3]))
         for garbage in (b"", b"x", b"y" * 5000, b"Z" * 16):
             server.client().set(key, garbage)
             assert await find(b) == []
@@ -196,6 +316,17 @@ async def test_a_redis_that_is_away_is_unknown_and_not_absent(server: RedisServe
         assert await find(a) == []
 
 
+async def test_a_redis_that_hangs_is_unknown_within_the_time_given(server: RedisServer) -> None:
+    async with node(server, A) as a:
+        assert await find(a) == []
+        server.stop()
+        try:
+            with pytest.raises(TierUnavailable):
+                await asyncio.wait_for(a.find(SPACE, 0, CHAIN, 32, 0.3), 30)
+        finally:
+            server.resume()
+
+
 async def test_what_waits_is_bounded(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WAITING", 8)
     async with node(server, A) as a:
@@ -205,7 +336,18 @@ async def test_what_waits_is_bounded(server: RedisServer, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("field", "bad"),
-    [("boot", b"short"), ("address", ["host"]), ("address", ["", 1]), ("address", ["h", 70000]), ("name", "n" * 65)],
+    [
+        ("boot", b"short"),
+        ("address", ["host"]),
+        ("address", ["", 1]),
+        ("address", ["h", 70000]),
+        ("name", "n" * 65),
+        ("name", "a b"),
+        ("name", ""),
+        ("version", "\n"),
+        ("none_hash", b""),
+        ("key_scheme", 7),
+    ],
 )
 def test_a_record_names_the_field_that_is_wrong(field: str, bad: object) -> None:
     assert NodeInfo.unpack(A.pack()) == A

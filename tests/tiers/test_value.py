@@ -107,6 +107,9 @@ def test_names_depend_on_all_their_parts_and_on_the_secret() -> None:
     called = [secret.name_of(name) for secret in (SECRET, Secret()) for name in names]
     assert len(set(called)) == len(called)
     assert {len(one) for one in called} == {16}
+    for secret in (SECRET, Secret()):
+        hashes = [b"h" * 32, b"i" * 32, b"j" * 16]
+        assert secret.names_of(b"n" * 32, 7, hashes) == [secret.name_of(BlockName(b"n" * 32, 7, one)) for one in hashes]
 
 
 def test_a_tag_is_good_for_its_use_and_its_parts_alone() -> None:
