@@ -4,9 +4,12 @@ Redis may be away, slow, full, or evict what it likes: each of these is a reason
 After a failure the tier is left alone for a while, longer each time, until a probe succeeds. A chain is never assumed
 to be whole: what follows a hole is of no use, and positions never shift.
 
-Two kinds of threads do the IO, each thread with connections of its own: some for payloads, one for what is small, so
-that no question waits behind a block on its way. A call that has begun is always waited for by its deadline, also by a
-caller that was cancelled, because it may be touching the caller's memory.
+Three kinds of threads do the IO, each thread with connections of its own: some for payloads, one for what is small, so
+that no question waits behind a block on its way, one for probes. When a caller is cancelled or its time is up, the
+connections on which its blocks travel are cut, and it goes on when the threads have let go of its memory. A thread that
+hangs elsewhere, where names of hosts are looked up, say, has not got hold of it yet and never will.
+
+One node of a cluster that is away is left alone by itself: what the others have is served on.
 
 Whatever is read proves itself (value.py): without the fleet's secret a writer of Redis can cause misses, and make up
 blocks for hashes that it knows; with it, misses.
@@ -16,8 +19,9 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from threading import Lock, local
 from typing import Any, Final, TypeVar
 
@@ -28,11 +32,13 @@ from . import value
 from .codec import Codec, CodecError, decode, encode
 from .redis_wire import Node, RedisSaysNo, Topology, Wire, command, topology
 from .remote import BlockName, Fetch, Secret, Send
-from .workers import Workers
+from .workers import Workers, outlast
 
 log = logging.getLogger("kvcascade.redis")
 
 T = TypeVar("T")
+J = TypeVar("J")
+Work = Callable[[Sequence[J], Sequence[int], list[str | None], "_Course"], None]
 Observe = Callable[[int, float, float], None]
 
 PROBE_S: Final = 2.0  # how often Redis is asked how it is
@@ -40,10 +46,57 @@ PAUSE_FIRST_S: Final = 0.5  # before a probe after a failure, doubling
 PAUSE_LAST_S: Final = 30.0
 PIPELINE: Final = 32  # payloads asked for at once on one connection
 SMALL_PIPELINE: Final = 1024
+GRACE_S: Final = 0.1  # beyond its deadline, for a thread to say so itself
 ENDS_S: Final = 1.0  # beyond its deadlines, for the threads to end
 DAY_S: Final = 86400.0
+REFUSED_S: Final = 1.0  # for how long no block is sent after Redis refused one for a reason that lasts
 MOST_MEMBERS: Final = 2048
 ABSENT: Final = "not there"
+LATE: Final = "no answer in time"
+LASTING: Final = frozenset({"OOM", "MISCONF", "NOPERM", "NOREPLICAS"})
+NOT_READY: Final = frozenset({"LOADING", "NOAUTH", "MASTERDOWN"})
+REDIRECTIONS: Final = 3
+
+
+class _Course:
+    """What a call has met with in its threads, and which connections may be touching its caller's memory."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.answers = 0
+        self.firsts: list[float] = []
+        self.connecting: Node | None = None
+        self.trouble: dict[Node, str] = {}
+        self._lock = Lock()
+        self._over = False
+        self._wires: set[Wire] = set()
+        self._let_go: Callable[[], object] = lambda: None
+
+    def begin(self, wire: Wire) -> None:
+        """From here to `end` the memory is touched. TierUnavailable once it must not be any more."""
+        with self._lock:
+            if self._over:
+                raise TierUnavailable(f"redis: {LATE}")
+            self._wires.add(wire)
+
+    def end(self, wire: Wire) -> None:
+        with self._lock:
+            self._wires.discard(wire)
+            if self._over and not self._wires:
+                self._let_go()
+
+    async def stop(self) -> None:
+        """Cuts what is under way, and waits until nobody touches the memory."""
+        loop = asyncio.get_running_loop()
+        gone: asyncio.Future[None] = loop.create_future()
+        with self._lock:
+            self._over = True
+            if not self._wires:
+                return
+            self._let_go = lambda: loop.call_soon_threadsafe(gone.set_result, None)
+            for wire in self._wires:
+                wire.cut()
+        await outlast([gone])
 
 
 class RedisTier:
@@ -63,14 +116,18 @@ class RedisTier:
         self._codec = codec
         self._clock = clock
         self._topology: Topology = topology(settings)
-        self._topology_lock = Lock()
+        self._wires_lock = Lock()
+        self._closed = False
         self._prefix = settings.key_prefix.encode()
         self._wires = local()
-        self._all_wires: set[Wire] = set()  # changed under _topology_lock
+        self._all_wires: set[Wire] = set()  # changed under _wires_lock
         # The loop's thread alone changes what follows.
         self._data: Workers | None = None
         self._small: Workers | None = None
+        self._probes: Workers | None = None
         self._probe: asyncio.Task[None] | None = None
+        self._away: dict[Node, str] = {}  # nodes of a cluster that are left alone, and why
+        self._refused, self._refused_until = "", 0.0
         self._trouble = asyncio.Event()
         self._probed = asyncio.Event()
         self._reason = "not connected yet"
@@ -87,25 +144,33 @@ class RedisTier:
         """Starts the threads and a first probe, and waits for that a moment. A Redis that is away is no error."""
         self._data = Workers("kvcascade-redis", self._settings.threads, self._clock)
         self._small = Workers("kvcascade-redis-small", 1, self._clock)
+        self._probes = Workers("kvcascade-redis-probe", 1, self._clock)
         self._probe = asyncio.create_task(self._watch(), name="redis probe")
         with suppress(TimeoutError):
             async with asyncio.timeout(self._settings.connect_timeout):
                 await self._probed.wait()
 
     async def close(self) -> None:
-        """Ends the threads and the connections, at the latest when the deadlines of what is under way have come."""
+        """Ends the threads and the connections; what is under way ends without an answer."""
+        self._closed = True
         if self._probe is not None:
             self._probe.cancel()
             await asyncio.wait([self._probe])
         self._reason = "closed"
-        limit = self._settings.deadline + self._settings.connect_timeout + ENDS_S
-        for workers in (self._data, self._small):
-            if workers is not None and not await workers.stop(limit):
-                log.error("redis: a thread does not end")
-        for wire in self._all_wires:
-            wire.close()
-        self._all_wires.clear()
-        self._topology.close()
+        threads = [workers for workers in (self._data, self._small, self._probes) if workers is not None]
+        for workers in threads:
+            workers.withdraw()
+            workers.dismiss()
+        with self._wires_lock:
+            for wire in self._all_wires:
+                wire.cut()
+        limit = self._settings.connect_timeout + ENDS_S
+        if not all(await asyncio.gather(*(workers.stop(limit) for workers in threads))):
+            log.error("redis: a thread does not end")
+        with self._wires_lock:
+            for wire in self._all_wires:
+                wire.close()
+            self._all_wires.clear()
 
     @property
     def available(self) -> bool:
@@ -113,18 +178,17 @@ class RedisTier:
         return not self._reason
 
     async def _watch(self) -> None:
+        assert self._probes is not None
         while True:
             self._trouble.clear()
-            began = self._clock()
             try:
-                self._info = await self._run_small(self._read_info, self._settings.deadline)
+                self._info, self._latency, self._away = await self._probes.begin(self._look)
             except CascadeError as error:
                 self._failed(str(error), probe=True)
             except Exception as error:
                 log.exception("probe failed")
                 self._failed(str(error), probe=True)
             else:
-                self._latency = self._clock() - began
                 if self._reason:
                     log.info("redis is there url=%s", self._topology.redacted)
                 self._reason, self._pause = "", PAUSE_FIRST_S
@@ -139,6 +203,8 @@ class RedisTier:
                         await asyncio.sleep(self._pause)
 
     def _failed(self, reason: str, *, probe: bool = False) -> None:
+        if self._closed:
+            return
         if not self._reason or self._reason == "not connected yet":
             log.warning("redis is left alone for a while reason=%s", reason)
         self._reason = reason.removeprefix("redis: ")
@@ -146,20 +212,69 @@ class RedisTier:
         if not probe:
             self._trouble.set()
 
-    def _read_info(self, deadline: float) -> dict[str, Any]:
-        wire = self._wire(self._topology.node_of(b"probe"), deadline)
-        wire.send([command(b"INFO", b"server"), command(b"INFO", b"memory"), command(b"INFO", b"replication")])
-        texts = [wire.reply() for _ in range(3)]
-        info = dict(
-            line.split(":", 1) for text in texts for line in text.decode("utf-8", "replace").splitlines() if ":" in line
-        )
-        return {
-            "version": info.get("redis_version", ""),
-            "role": info.get("role", ""),
-            "memory": _number(info.get("used_memory")),
-            "memory_limit": _number(info.get("maxmemory")),
-            "policy": info.get("maxmemory_policy", ""),
+    def _judge(self, course: _Course) -> None:
+        """What a call's trouble says of Redis. A large batch that was not done in time does not say that it is away."""
+        for node, reason in course.trouble.items():
+            if reason == LATE and course.answers:
+                continue
+            if not self._topology.is_cluster:
+                self._failed(reason)
+                return
+            if node not in self._away:
+                log.warning("a redis node is left alone for a while node=%s:%d reason=%s", *node, reason)
+                self.counters["failures"] += 1
+            self._away[node] = reason
+            self._topology.doubt()
+            self._trouble.set()
+        if self._away and all(node in self._away for node in self._topology.nodes):
+            self._failed(next(iter(self._away.values())))
+
+    def _look(self) -> tuple[dict[str, Any], float, dict[Node, str]]:
+        """How all nodes are: their figures, the longest latency, and who is away, why. TierUnavailable when all are."""
+        try:
+            self._topology.learn()
+        except TierUnavailable:
+            if not self._topology.nodes:
+                raise
+        infos: dict[Node, dict[str, str]] = {}
+        away: dict[Node, str] = {}
+        latency = 0.0
+        for node in self._topology.nodes:
+            try:
+                wire = self._wire(node, self._clock() + self._settings.deadline, probe=True)
+                began = self._clock()
+                infos[node] = self._info_of(wire)
+                latency = max(latency, self._clock() - began)
+            except TierUnavailable as error:
+                away[node] = str(error).removeprefix("redis: ")
+        if not infos:
+            raise TierUnavailable(f"redis: {next(iter(away.values()))}")
+        first = next(iter(infos.values()))
+        told: dict[str, Any] = {
+            "version": first.get("redis_version", ""),
+            "role": first.get("role", ""),
+            "memory": sum(_number(info.get("used_memory")) for info in infos.values()),
+            "memory_limit": sum(_number(info.get("maxmemory")) for info in infos.values()),
+            "policy": first.get("maxmemory_policy", ""),
         }
+        if self._topology.is_cluster:
+            told["nodes"] = {f"{host}:{port}": away.get((host, port)) for host, port in [*infos, *away]}
+        return told, latency, away
+
+    def _info_of(self, wire: Wire) -> dict[str, str]:
+        """A node's figures; none where they are not for us. TierUnavailable where it cannot serve now."""
+        texts: list[str] = []
+        wire.send([command(b"INFO", section) for section in (b"server", b"memory", b"replication")])
+        for _ in range(3):
+            try:
+                reply = wire.reply()
+            except RedisSaysNo as error:
+                if error.code in NOT_READY:
+                    wire.close()
+                    raise
+                continue
+            texts.append(reply.decode("utf-8", "replace") if isinstance(reply, bytes) else "")
+        return dict(line.split(":", 1) for text in texts for line in text.splitlines() if ":" in line)
 
     # ---- blocks
 
@@ -169,11 +284,10 @@ class RedisTier:
 
     async def present(self, names: Sequence[BlockName], timeout: float) -> int:
         """How many leading ones of these blocks Redis has. TierUnavailable when that cannot be told."""
-        keys = [self.key_of(name) for name in names]
-        there = await self._run_small(lambda until: self._exists(keys, until), timeout)
-        count = next((number for number, one in enumerate(there) if one is not True), len(there))
-        if not count and there and there[0] is None:
-            raise TierUnavailable("redis: the node that has the first block does not answer")
+        there = await self._run_small(lambda course: self._exists(names, course), timeout)
+        count = next((number for number, one in enumerate(there) if one != 1), len(there))
+        if not count:
+            _all_good(there[:1])
         return count
 
     async def fetch(self, jobs: Sequence[Fetch], timeout: float, *, observe: Observe | None = None) -> list[str | None]:
@@ -181,33 +295,37 @@ class RedisTier:
         if not self.available:
             return [self._reason] * len(jobs)
         began = self._clock()
-        firsts: list[float] = []
-        reasons = await self._spread(jobs, timeout, lambda some, until: self._get(some, until, firsts))
+        reasons, course = await self._spread(jobs, timeout, self._get)
         good = sum(len(job.into) for job, reason in zip(jobs, reasons, strict=True) if reason is None)
         self._count("fetched", good, reasons)
-        if observe is not None and good and firsts:
-            observe(good, self._clock() - began, min(firsts) - began)
+        if observe is not None and good and course.firsts:
+            observe(good, self._clock() - began, min(course.firsts) - began)
         return reasons
 
     async def store(self, jobs: Sequence[Send], timeout: float) -> list[str | None]:
         """Sends blocks from their slots; a reason, or None for each that Redis has taken, in order."""
         if not self.available:
             return [self._reason] * len(jobs)
-        size = sum(len(job.payload) for job in jobs)
-        if not self._spend(size):
-            self.counters["over_budget_blocks"] += len(jobs)
-            return ["redis.daily_bytes is used up"] * len(jobs)
+        if self._clock() < self._refused_until:
+            self._count("stored", 0, [self._refused] * len(jobs))
+            return [self._refused] * len(jobs)
+        some, spent = self._spend(jobs)
         codec = self._codec()
-        reasons = await self._spread(jobs, timeout, lambda some, until: self._set(some, codec, until))
-        good = sum(len(job.payload) for job, reason in zip(jobs, reasons, strict=True) if reason is None)
+        reasons, _ = await self._spread(some, timeout, lambda *rest: self._set(codec, *rest))
+        good = sum(len(job.payload) for job, reason in zip(some, reasons, strict=True) if reason is None)
+        self._written -= spent - good
         self._count("stored", good, reasons)
-        return reasons
+        lasting = next((one for one in reasons if one is not None and one.partition(" ")[0] in LASTING), None)
+        if lasting is not None:
+            self._refused, self._refused_until = lasting, self._clock() + REFUSED_S
+        self.counters["over_budget_blocks"] += len(jobs) - len(some)
+        return reasons + ["redis.daily_bytes is used up"] * (len(jobs) - len(some))
 
     async def renew(self, names: Sequence[BlockName]) -> None:
         """Lets blocks live for another TTL. TierUnavailable."""
         ttl = b"%d" % int(self._settings.ttl * 1000)
         commands = [(key, command(b"PEXPIRE", key, ttl)) for key in map(self.key_of, names)]
-        await self._run_small(lambda until: self._ask(commands, until), self._settings.deadline)
+        _all_good(await self._run_small(lambda course: self._ask(commands, course), self._settings.deadline))
 
     async def forget(self, names: Sequence[BlockName]) -> None:
         """Takes values away that have proved false. TierUnavailable."""
@@ -218,10 +336,8 @@ class RedisTier:
     async def read(self, keys: Sequence[bytes], timeout: float) -> list[bytes | None]:
         """The values of keys, None where there is none or it is no string. TierUnavailable when one cannot be told."""
         whole = [self._prefix + b":" + key for key in keys]
-        replies = await self._run_small(lambda until: self._read(whole, until), timeout)
-        for one in replies:
-            if isinstance(one, RedisSaysNo) and one.code != "WRONGTYPE":
-                raise one
+        replies = await self._run_small(lambda course: self._read(whole, course), timeout)
+        _all_good(one for one in replies if not (isinstance(one, RedisSaysNo) and one.code == "WRONGTYPE"))
         return [one if isinstance(one, bytes) else None for one in replies]
 
     async def write(self, items: Sequence[tuple[bytes, bytes]], ttl: float, timeout: float) -> None:
@@ -231,9 +347,7 @@ class RedisTier:
         for key, data in items:
             whole = self._prefix + b":" + key
             commands.append((whole, command(b"SET", whole, data, b"PX", expires)))
-        for one in await self._run_small(lambda until: self._ask(commands, until), timeout):
-            if isinstance(one, RedisSaysNo):
-                raise one
+        _all_good(await self._run_small(lambda course: self._ask(commands, course), timeout))
 
     async def enlist(self, key: bytes, member: bytes, keep: float, timeout: float) -> list[bytes]:
         """Adds a member to a roll, from which those go that were not added for `keep` seconds; all its members.
@@ -246,15 +360,15 @@ class RedisTier:
             (whole, command(b"ZREMRANGEBYSCORE", whole, b"-inf", b"%d" % (now - keep))),
             (whole, command(b"ZRANGE", whole, b"-%d" % MOST_MEMBERS, b"-1")),
         ]
-        *_, members = await self._run_small(lambda until: self._ask(commands, until), timeout)
-        if isinstance(members, RedisSaysNo):
-            raise members
+        replies = await self._run_small(lambda course: self._ask(commands, course), timeout)
+        _all_good(replies)
+        members = replies[-1] if isinstance(replies[-1], list) else []
         return [one for one in members if isinstance(one, bytes)]
 
     async def drop(self, keys: Sequence[bytes]) -> None:
         """Deletes keys. TierUnavailable."""
         commands = [(key, command(b"DEL", key)) for key in keys]
-        await self._run_small(lambda until: self._ask(commands, until), self._settings.deadline)
+        _all_good(await self._run_small(lambda course: self._ask(commands, course), self._settings.deadline))
 
     # ---- what people see
 
@@ -274,184 +388,323 @@ class RedisTier:
 
     # ---- inside
 
-    def _spend(self, size: int) -> bool:
+    def _spend(self, jobs: Sequence[Send]) -> tuple[Sequence[Send], int]:
+        """The leading jobs that the day's budget has room for, and their bytes, which are taken from it."""
         if self._clock() - self._day >= DAY_S:
             self._day, self._written = self._clock(), 0
-        if self._settings.daily_bytes and self._written + size > self._settings.daily_bytes:
-            return False
-        self._written += size
-        return True
+        room = self._settings.daily_bytes - self._written if self._settings.daily_bytes else None
+        spent = count = 0
+        for job in jobs:
+            if room is not None and spent + len(job.payload) > room:
+                break
+            spent += len(job.payload)
+            count += 1
+        self._written += spent
+        return jobs[:count], spent
 
     def _count(self, what: str, nbytes: int, reasons: Iterable[str | None]) -> None:
         self.counters[f"{what}_bytes"] += nbytes
         for reason in reasons:
-            self.counters[f"{what}_blocks" if reason is None else f"not {what}: {reason}"] += 1
+            if reason is None:
+                self.counters[f"{what}_blocks"] += 1
+            else:
+                # What Redis says may hold all kinds of text; its first word is one of a few.
+                word = reason.partition(" ")[0]
+                self.counters[f"not {what}: {word if word.isupper() else reason}"] += 1
 
-    async def _run_small(self, work: Callable[[float], T], timeout: float) -> T:
+    async def _run_small(self, work: Callable[[_Course], T], timeout: float) -> T:
         assert self._small is not None
-        deadline = self._clock() + min(timeout, self._settings.deadline)
-        try:
-            return (await self._small.run([lambda: work(deadline)]))[0]
-        except RedisSaysNo:
-            raise
-        except TierUnavailable as error:
-            if work != self._read_info:
-                self._failed(str(error))
-            raise
+        if not self.available:
+            raise TierUnavailable(f"redis: {self._reason}")
+        course = _Course(self._clock() + min(timeout, self._settings.deadline))
+        call = self._small.begin(lambda: work(course))
+        done, _ = await asyncio.wait([call], timeout=course.deadline + GRACE_S - self._clock())
+        if not done or call.cancelled():
+            call.cancel()
+            if not self._closed:
+                self._failed(LATE)
+            raise TierUnavailable(f"redis: {LATE}")
+        self._judge(course)
+        return call.result()
 
-    async def _spread(
-        self, jobs: Sequence[T], timeout: float, work: Callable[[Sequence[T], float], list[str | None]]
-    ) -> list[str | None]:
+    async def _spread(self, jobs: Sequence[J], timeout: float, work: Work[J]) -> tuple[list[str | None], _Course]:
         """Runs jobs in the data threads, each a share of consecutive ones."""
         assert self._data is not None
-        deadline = self._clock() + min(timeout, self._settings.deadline)
-        share = max(1, -(-len(jobs) // len(self._data)))
-        parts = [jobs[start : start + share] for start in range(0, len(jobs), share)]
-        trouble: list[str] = []
-
-        def guarded(part: Sequence[T]) -> list[str | None]:
-            try:
-                return work(part, deadline)
-            except TierUnavailable as error:
-                trouble.append(str(error))
-                return [str(error)] * len(part)
-
+        course = _Course(self._clock() + min(timeout, self._settings.deadline))
+        reasons: list[str | None] = [LATE] * len(jobs)
+        if not jobs:
+            return reasons, course
+        share = -(-len(jobs) // len(self._data))
+        calls = [
+            self._data.begin(partial(work, jobs, range(start, min(start + share, len(jobs))), reasons, course))
+            for start in range(0, len(jobs), share)
+        ]
+        late: set[asyncio.Future[None]] = set(calls)
         try:
-            done = await self._data.run([lambda part=part: guarded(part) for part in parts])  # type: ignore[misc]
+            _, late = await asyncio.wait(calls, timeout=course.deadline - self._clock())
         finally:
-            if trouble:
-                self._failed(trouble[0])
-        return [reason for part in done for reason in part]
+            for call in late:
+                call.cancel()
+            if late:
+                await course.stop()
+        if late and not course.answers and not course.trouble and course.connecting:
+            course.trouble[course.connecting] = LATE
+        self._judge(course)
+        for call in calls:
+            if not call.cancelled():
+                call.result()
+        return reasons, course
 
     # ---- in the threads
 
-    def _wire(self, node: Node, deadline: float) -> Wire:
-        """This thread's connection to a node."""
+    def _wire(self, node: Node, deadline: float, *, probe: bool = False) -> Wire:
+        """This thread's connection to a node. TierUnavailable."""
+        if not probe and node in self._away:
+            raise TierUnavailable(self._away[node])
         wires: dict[Node, Wire] = self._wires.__dict__.setdefault("by_node", {})
         wire = wires.get(node)
-        if wire is not None and wire.stale:
+        if wire is not None and (wire.stale or not wire.idle()):
             wire.close()
         if wire is None or wire.closed:
-            if deadline - time.monotonic() <= 0:
-                raise TierUnavailable("redis: no answer in time")
-            with self._topology_lock:
-                self._all_wires.discard(wire)
-            wire = self._topology.connect(node)
-            with self._topology_lock:
-                self._all_wires.add(wire)
-            wires[node] = wire
+            left = deadline - self._clock()
+            if left <= 0:
+                raise TierUnavailable(f"redis: {LATE}")
+            made = self._topology.connect(node, left)
+            with self._wires_lock:
+                if wire is not None:
+                    self._all_wires.discard(wire)
+                self._all_wires.add(made)
+            wires[node] = wire = made
+        if self._closed:
+            raise TierUnavailable("redis: closed")
         wire.until(deadline)
         return wire
 
-    def _by_node(self, keys: Sequence[bytes]) -> dict[Node, list[int]]:
+    def _places(self, keys: Mapping[int, bytes], numbers: Iterable[int]) -> tuple[dict[Node, list[int]], str]:
+        """Which of the numbered keys each node has; those that nobody has are left out, and why."""
         places: dict[Node, list[int]] = defaultdict(list)
-        with self._topology_lock:
-            for number, key in enumerate(keys):
-                places[self._topology.node_of(key)].append(number)
-        return places
-
-    def _ask(self, commands: Sequence[tuple[bytes, bytes]], deadline: float) -> list[Any]:
-        """Small replies to (key, packed command), in order; RedisSaysNo, not raised, for errors."""
-        replies: list[Any] = [None] * len(commands)
-        for node, numbers in self._by_node([key for key, _ in commands]).items():
-            wire = self._wire(node, deadline)
+        nowhere = ""
+        for number in numbers:
             try:
-                for start in range(0, len(numbers), SMALL_PIPELINE):
-                    some = numbers[start : start + SMALL_PIPELINE]
-                    wire.send([b"".join(commands[number][1] for number in some)])
-                    for number in some:
-                        try:
-                            replies[number] = wire.reply()
-                        except RedisSaysNo as error:
-                            replies[number] = error
+                places[self._topology.node_of(keys[number])].append(number)
+            except TierUnavailable as error:
+                nowhere = str(error)
+                self._topology.doubt()
+        return places, nowhere
+
+    def _ask(self, commands: Sequence[tuple[bytes, bytes]], course: _Course) -> list[Any]:
+        """Small replies to (key, packed command), in order; errors are not raised, but stand in their places.
+
+        All nodes are asked at once, SMALL_PIPELINE commands at a time.
+        """
+        replies: list[Any] = [TierUnavailable(f"redis: {LATE}")] * len(commands)
+        keys = {number: key for number, (key, _) in enumerate(commands)}
+        left: Sequence[int] = range(len(commands))
+        for _ in range(REDIRECTIONS):
+            places, nowhere = self._places(keys, left)
+            if nowhere:
+                for number in set(left).difference(*places.values()):
+                    replies[number] = TierUnavailable(nowhere)
+            self._ask_all(commands, places, replies, course)
+            left = [
+                number
+                for number in left
+                if isinstance(reply := replies[number], RedisSaysNo)
+                and reply.code == "MOVED"
+                and self._moved(keys[number], reply)
+            ]
+            if not left:
+                break
+        for number, reply in enumerate(replies):
+            if isinstance(reply, RedisSaysNo) and reply.code == "ASK":
+                replies[number] = self._ask_other(reply, commands[number][1], course)
+        self._note_refusals(reply.code for reply in replies if isinstance(reply, RedisSaysNo))
+        return replies
+
+    def _ask_all(
+        self,
+        commands: Sequence[tuple[bytes, bytes]],
+        places: dict[Node, list[int]],
+        replies: list[Any],
+        course: _Course,
+    ) -> None:
+        wires: dict[Node, Wire] = {}
+
+        def lost(node: Node, error: TierUnavailable, rest: Iterable[int]) -> None:
+            if node in wires:
+                wires.pop(node).close()
+            for number in rest:
+                replies[number] = error
+            course.trouble[node] = str(error).removeprefix("redis: ")
+
+        for node, numbers in places.items():
+            try:
+                wires[node] = self._wire(node, course.deadline)
+            except TierUnavailable as error:
+                lost(node, error, numbers)
+        try:
+            for start in range(0, max(map(len, places.values()), default=0), SMALL_PIPELINE):
+                some = {node: numbers[start : start + SMALL_PIPELINE] for node, numbers in places.items()}
+                for node, wire in list(wires.items()):
+                    try:
+                        wire.send([b"".join(commands[number][1] for number in some[node])])
+                    except TierUnavailable as error:
+                        lost(node, error, places[node][start:])
+                for node, wire in list(wires.items()):
+                    done = start
+                    try:
+                        for number in some[node]:
+                            try:
+                                replies[number] = wire.reply()
+                            except RedisSaysNo as no:
+                                replies[number] = no
+                            done += 1
+                            course.answers += 1
+                    except TierUnavailable as error:
+                        lost(node, error, places[node][done:])
+        except BaseException:
+            for wire in wires.values():
+                wire.close()
+            raise
+
+    def _moved(self, key: bytes, error: RedisSaysNo) -> bool:
+        """Learns where a key is now; False where that is no address."""
+        node = _address(error)
+        if node is not None:
+            self._topology.moved(key, node)
+        return node is not None
+
+    def _ask_other(self, error: RedisSaysNo, packed: bytes, course: _Course) -> Any:
+        """Asks the node to which a cluster is just moving the key."""
+        try:
+            wire = self._asking(error, course)
+            try:
+                wire.send([packed])
+                return wire.reply()
+            except RedisSaysNo:
+                raise
             except BaseException:
                 wire.close()
                 raise
-        for number, reply in enumerate(replies):
-            if isinstance(reply, RedisSaysNo) and reply.code in ("MOVED", "ASK"):
-                replies[number] = self._redirected(reply, commands[number][1], deadline)
-        self._note_refusals(replies)
-        return replies
-
-    def _redirected(self, error: RedisSaysNo, packed: bytes, deadline: float) -> Any:
-        """Asks the node that a cluster names instead, once."""
-        try:
-            wire = self._follow(error, deadline)
-            wire.send([packed])
-            return wire.reply()
-        except RedisSaysNo as again:
+        except TierUnavailable as again:
             return again
 
-    def _follow(self, error: RedisSaysNo, deadline: float) -> Wire:
-        place = error.rest.split(" ")[-1]
-        host, _, port = place.rpartition(":")
-        if not port.isdigit():
+    def _asking(self, error: RedisSaysNo, course: _Course) -> Wire:
+        node = _address(error)
+        if node is None:
             raise TierUnavailable("redis: not the Redis protocol")
-        if error.code == "MOVED":
-            with self._topology_lock:
-                self._topology.refresh()
-        wire = self._wire((host, int(port)), deadline)
-        if error.code == "ASK":
+        wire = self._wire(node, course.deadline)
+        try:
             wire.send([command(b"ASKING")])
             wire.reply()
+        except RedisSaysNo:
+            raise
+        except BaseException:
+            wire.close()
+            raise
         return wire
 
-    def _note_refusals(self, replies: Iterable[Any]) -> None:
+    def _note_refusals(self, codes: Iterable[str]) -> None:
         """A node that may not write any more is not the master: the next connection asks who is."""
-        if any(isinstance(one, RedisSaysNo) and one.code in ("READONLY", "CLUSTERDOWN") for one in replies):
-            with self._topology_lock:
-                self._topology.refresh()
-                if not self._topology.is_cluster:
+        if any(code in ("READONLY", "CLUSTERDOWN") for code in codes):
+            self._topology.doubt()
+            if not self._topology.is_cluster:
+                with self._wires_lock:
                     for wire in self._all_wires:
                         wire.stale = True
 
-    def _exists(self, keys: Sequence[bytes], deadline: float) -> list[bool | None]:
-        replies = self._ask([(key, command(b"EXISTS", key)) for key in keys], deadline)
-        return [reply == 1 if isinstance(reply, int) else None for reply in replies]
+    def _exists(self, names: Sequence[BlockName], course: _Course) -> list[Any]:
+        keys = [self.key_of(name) for name in names]
+        return self._ask([(key, command(b"EXISTS", key)) for key in keys], course)
 
-    def _read(self, keys: Sequence[bytes], deadline: float) -> list[Any]:
+    def _read(self, keys: Sequence[bytes], course: _Course) -> list[Any]:
         if self._topology.is_cluster or not keys:
-            return self._ask([(key, command(b"GET", key)) for key in keys], deadline)
-        (reply,) = self._ask([(keys[0], command(b"MGET", *keys))], deadline)
-        if isinstance(reply, RedisSaysNo):
+            return self._ask([(key, command(b"GET", key)) for key in keys], course)
+        (reply,) = self._ask([(keys[0], command(b"MGET", *keys))], course)
+        if isinstance(reply, TierUnavailable):
             raise reply
         if not isinstance(reply, list) or len(reply) != len(keys):
             raise TierUnavailable("redis: not the Redis protocol")
         return reply
 
-    def _get(self, jobs: Sequence[Fetch], deadline: float, firsts: list[float]) -> list[str | None]:
-        keys = [self.key_of(job.name) for job in jobs]
-        reasons: list[str | None] = ["no answer in time"] * len(jobs)
-        for node, numbers in self._by_node(keys).items():
-            wire = self._wire(node, deadline)
-            try:
-                for start in range(0, len(numbers), PIPELINE):
-                    some = numbers[start : start + PIPELINE]
-                    wire.send([b"".join(command(b"GET", keys[number]) for number in some)])
-                    for number in some:
-                        reasons[number] = self._receive(wire, jobs[number], firsts)
-            except TierUnavailable as error:
-                wire.close()
-                text = str(error).removeprefix("redis: ")
-                reasons = [text if reason == "no answer in time" else reason for reason in reasons]
-                if not self._topology.is_cluster:
-                    raise
-            except BaseException:
-                wire.close()
-                raise
-        for number, reason in enumerate(reasons):
-            if reason is not None and reason.startswith(("MOVED ", "ASK ")):
-                wire = self._follow(RedisSaysNo(reason), deadline)
-                wire.send([command(b"GET", keys[number])])
-                reasons[number] = self._receive(wire, jobs[number], firsts)
-        return reasons
+    def _carry(
+        self,
+        keys: Mapping[int, bytes],
+        numbers: Sequence[int],
+        reasons: list[str | None],
+        course: _Course,
+        send: Callable[[Wire, Sequence[int]], None],
+        hear: Callable[[Wire, int], str | None],
+    ) -> None:
+        """Payloads: `send` asks for jobs, or sends them; `hear` gives each one's reason. Follows a cluster's moves."""
+        for _ in range(REDIRECTIONS):
+            places, nowhere = self._places(keys, numbers)
+            for number in set(numbers).difference(*places.values()):
+                reasons[number] = nowhere.removeprefix("redis: ")
+            for node, mine in places.items():
+                self._carry_one(node, mine, reasons, course, send, hear)
+            moved = []
+            for number in numbers:
+                code, _, rest = (reasons[number] or "").partition(" ")
+                if code not in ("MOVED", "ASK"):
+                    continue
+                no = RedisSaysNo(f"{code} {rest}")
+                reasons[number] = "it is on its way to another node"
+                if code == "MOVED" and self._moved(keys[number], no):
+                    moved.append(number)
+                elif code == "ASK" and (other := _address(no)) is not None:
+                    self._carry_one(other, [number], reasons, course, send, hear, asking=no)
+            if not moved:
+                return
+            numbers = moved
+
+    def _carry_one(
+        self,
+        node: Node,
+        mine: Sequence[int],
+        reasons: list[str | None],
+        course: _Course,
+        send: Callable[[Wire, Sequence[int]], None],
+        hear: Callable[[Wire, int], str | None],
+        asking: RedisSaysNo | None = None,
+    ) -> None:
+        heard = 0
+        wire: Wire | None = None
+        try:
+            course.connecting = node
+            wire = self._wire(node, course.deadline) if asking is None else self._asking(asking, course)
+            course.begin(wire)
+            for start in range(0, len(mine), PIPELINE):
+                send(wire, mine[start : start + PIPELINE])
+                for number in mine[start : start + PIPELINE]:
+                    reasons[number] = hear(wire, number)
+                    heard += 1
+                    course.answers += 1
+        except TierUnavailable as error:
+            text = str(error).removeprefix("redis: ")
+            for number in mine[heard:]:
+                reasons[number] = text
+            course.trouble[node] = text
+        finally:
+            if wire is not None:
+                if heard < len(mine):
+                    wire.close()
+                course.end(wire)
+
+    def _get(self, jobs: Sequence[Fetch], numbers: Sequence[int], reasons: list[str | None], course: _Course) -> None:
+        keys = {number: self.key_of(jobs[number].name) for number in numbers}
+
+        def send(wire: Wire, some: Sequence[int]) -> None:
+            wire.send([b"".join(command(b"GET", keys[number]) for number in some)])
+
+        self._carry(keys, numbers, reasons, course, send, lambda wire, n: self._receive(wire, jobs[n], course.firsts))
 
     def _receive(self, wire: Wire, job: Fetch, firsts: list[float]) -> str | None:
         """One value from the wire into its slot, which is left in step whatever the value is."""
         try:
             size = wire.value()
         except RedisSaysNo as error:
-            return f"{error.code} {error.rest}"
+            return "no value of ours" if error.code == "WRONGTYPE" else f"{error.code} {error.rest}"
         firsts.append(self._clock())
         if size is None:
             return ABSENT
@@ -482,33 +735,23 @@ class RedisTier:
         wire.end_of_value()
         return reason
 
-    def _set(self, jobs: Sequence[Send], codec: Codec, deadline: float) -> list[str | None]:
-        keys = [self.key_of(job.name) for job in jobs]
+    def _set(
+        self,
+        codec: Codec,
+        jobs: Sequence[Send],
+        numbers: Sequence[int],
+        reasons: list[str | None],
+        course: _Course,
+    ) -> None:
+        keys = {number: self.key_of(jobs[number].name) for number in numbers}
         ttl = b"%d" % int(self._settings.ttl * 1000)
-        reasons: list[str | None] = ["no answer in time"] * len(jobs)
-        for node, numbers in self._by_node(keys).items():
-            wire = self._wire(node, deadline)
-            try:
-                for number in numbers:
-                    wire.send(self._packed(keys[number], jobs[number], codec, ttl))
-                for number in numbers:
-                    reasons[number] = self._taken(wire)
-            except TierUnavailable as error:
-                wire.close()
-                text = str(error).removeprefix("redis: ")
-                reasons = [text if reason == "no answer in time" else reason for reason in reasons]
-                if not self._topology.is_cluster:
-                    raise
-            except BaseException:
-                wire.close()
-                raise
-        for number, reason in enumerate(reasons):
-            if reason is not None and reason.startswith(("MOVED ", "ASK ")):
-                wire = self._follow(RedisSaysNo(reason), deadline)
+
+        def send(wire: Wire, some: Sequence[int]) -> None:
+            for number in some:
                 wire.send(self._packed(keys[number], jobs[number], codec, ttl))
-                reasons[number] = self._taken(wire)
-        self._note_refusals(RedisSaysNo(reason) for reason in reasons if reason)
-        return reasons
+
+        self._carry(keys, numbers, reasons, course, send, lambda wire, _: self._taken(wire))
+        self._note_refusals((reasons[number] or "").partition(" ")[0] for number in numbers)
 
     def _packed(self, key: bytes, job: Send, codec: Codec, ttl: bytes) -> list[bytes | memoryview]:
         used, parts = encode(job.payload, codec, job.element)
@@ -529,3 +772,15 @@ class RedisTier:
 
 def _number(text: str | None) -> int:
     return int(text) if text is not None and text.isdigit() else 0
+
+
+def _all_good(replies: Iterable[Any]) -> None:
+    for one in replies:
+        if isinstance(one, TierUnavailable):
+            raise one
+
+
+def _address(error: RedisSaysNo) -> Node | None:
+    """The node that a redirection names."""
+    host, _, port = error.rest.rpartition(" ")[2].rpartition(":")
+    return (host, int(port)) if host and port.isdigit() and len(port) < 6 else None

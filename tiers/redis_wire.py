@@ -7,10 +7,14 @@ again: a reply that was not read would be taken for the answer to a later questi
 """
 
 import logging
+import select
 import socket
+import ssl
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final, NoReturn, cast
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -33,9 +37,13 @@ Node = tuple[str, int]
 BUFFER_BYTES: Final = 4096  # read ahead: of a large payload this much is copied once more
 SOCKET_BYTES: Final = 4 << 20
 MAX_LINE: Final = 4096
+MAX_ITEMS: Final = 1 << 17  # of a list in a reply
+MAX_DEPTH: Final = 4
+MAX_SMALL: Final = 1 << 20  # a reply that is no block
 MAX_SKIP: Final = 64 << 20  # a value of others that is larger is not read past: the connection is closed instead
 IOV_MAX: Final = 512
 DEFAULT_PORT: Final = 6379
+SENTINEL_PORT: Final = 26379
 
 
 class RedisSaysNo(TierUnavailable):
@@ -49,7 +57,7 @@ class RedisSaysNo(TierUnavailable):
 class Wire:
     """A connection that is connected and logged in. Every call ends by its deadline, a time of `time.monotonic`.
 
-    Any error but RedisSaysNo leaves it closed. Not thread-safe.
+    Any error but RedisSaysNo leaves it closed. For one thread, but for `cut`.
     """
 
     def __init__(self, connection: AbstractConnection) -> None:
@@ -65,16 +73,36 @@ class Wire:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
-        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._ahead = bytearray(BUFFER_BYTES)
+        self._buffer = memoryview(self._ahead)
         self._start = self._end = 0
         self._deadline = 0.0
+        self._closing = Lock()  # over the end of the descriptor that `cut` names
         self.closed = False
         self.stale = False  # set by any thread: the next call goes over another connection
 
     def close(self) -> None:
         """Idempotent."""
-        self.closed = True
-        self._connection.disconnect()  # type: ignore[no-untyped-call]
+        with self._closing:
+            self.closed = True
+            self._connection.disconnect()  # type: ignore[no-untyped-call]
+
+    def cut(self) -> None:
+        """Ends it from another thread: that which reads or sends finds it closed at once."""
+        with self._closing, suppress(OSError):
+            if not self.closed:
+                # Not a TLS socket's own method, which takes the session from under the other thread.
+                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def idle(self) -> bool:
+        """Whether nothing has come that nobody asked for, an end included."""
+        if self.closed or self._start != self._end:
+            return False
+        if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
+            return False
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return not poll.poll(0)
 
     def until(self, deadline: float) -> None:
         """Sets the time by which the next calls end."""
@@ -107,7 +135,7 @@ class Wire:
         except NotImplementedError:  # TLS
             return self._sock.send(views[0])
 
-    def reply(self) -> Any:
+    def reply(self, depth: int = 0) -> Any:
         """One small reply: an int, bytes, None, text, or a list of these. RedisSaysNo for an error."""
         line = self._line()
         kind, rest = line[:1], line[1:]
@@ -116,12 +144,12 @@ class Wire:
         if kind == b"-":
             raise RedisSaysNo(rest.decode("utf-8", "replace"))
         if kind == b":":
-            return int(rest)
+            return self._number(rest)
         if kind == b"$":
-            size = int(rest)
-            if size < 0:
+            size = self._number(rest)
+            if size == -1:
                 return None
-            if size > MAX_SKIP:
+            if not 0 <= size <= MAX_SMALL:
                 self._fail(OSError("a reply of a size that cannot be"))
             data = bytearray(size)
             self.read_into(memoryview(data))
@@ -129,13 +157,23 @@ class Wire:
             return bytes(data)
         if kind != b"*":
             self._fail(OSError("not the Redis protocol"))
-        return [self._item() for _ in range(int(rest))]
+        count = self._number(rest)
+        if count == -1:
+            return None
+        if not 0 <= count <= MAX_ITEMS or depth == MAX_DEPTH:
+            self._fail(OSError("a reply of a size that cannot be"))
+        return [self._item(depth + 1) for _ in range(count)]
 
-    def _item(self) -> Any:
+    def _item(self, depth: int) -> Any:
         try:
-            return self.reply()
+            return self.reply(depth)
         except RedisSaysNo as error:
             return error
+
+    def _number(self, digits: bytes) -> int:
+        if not 0 < len(digits) <= 20 or not digits.removeprefix(b"-").isdigit():
+            self._fail(OSError("not the Redis protocol"))
+        return int(digits)
 
     def value(self) -> int | None:
         """The length of a value that follows, to be read by `read_into`, `skip` and `end_of_value`; None: no value."""
@@ -144,12 +182,16 @@ class Wire:
             raise RedisSaysNo(line[1:].decode("utf-8", "replace"))
         if line[:1] != b"$":
             self._fail(OSError("not the Redis protocol"))
-        size = int(line[1:])
-        return None if size < 0 else size
+        size = self._number(line[1:])
+        if size < -1:
+            self._fail(OSError("not the Redis protocol"))
+        return None if size == -1 else size
 
     def end_of_value(self) -> None:
         """Reads what closes a value."""
         end = bytearray(2)
+        if self._start == self._end:
+            self._fill()  # with what follows it, so that the next reply's head costs no call of its own
         self.read_into(memoryview(end))
         if end != b"\r\n":
             self._fail(OSError("not the Redis protocol"))
@@ -157,15 +199,14 @@ class Wire:
     def _line(self) -> bytes:
         line = b""
         while True:
-            chunk = bytes(self._buffer[self._start : self._end])
-            end = chunk.find(b"\n")
+            end = self._ahead.find(b"\n", self._start, self._end)
             if end >= 0:
-                self._start += end + 1
-                line += chunk[:end]
+                line += self._ahead[self._start : end]
+                self._start = end + 1
                 if not line.endswith(b"\r"):
                     self._fail(OSError("not the Redis protocol"))
                 return line[:-1]
-            line += chunk
+            line += self._ahead[self._start : self._end]
             if len(line) > MAX_LINE:
                 self._fail(OSError("not the Redis protocol"))
             self._fill()
@@ -217,13 +258,14 @@ def command(*words: bytes) -> bytes:
 
 
 class Topology:
-    """Which node of a Redis has a key, and how to connect to it. Blocking: for the tier's threads.
+    """Which node of a Redis has a key, and how to connect to it. Blocking, where it says so: for the tier's threads.
 
-    A standalone Redis has one node. Sentinel is asked for the master at each new connection; a cluster's slot table is
-    read at the first need, and again by `refresh`.
+    A standalone Redis has one node. Sentinel is asked for the master at each new connection. A cluster's slot table is
+    read by `learn`, which is due at first and again after `doubt`; until then a key that moved is known by `moved`.
     """
 
     is_cluster = False
+    due = False
 
     def __init__(self, settings: RedisSettings) -> None:
         """ConfigError for settings that can never work."""
@@ -241,20 +283,16 @@ class Topology:
             "username": unquote(self.url.username) if self.url.username else settings.username or None,
             "password": password,
             "socket_connect_timeout": settings.connect_timeout,
-            "socket_timeout": settings.deadline,
+            "socket_timeout": settings.connect_timeout,
             "retry": Retry(NoBackoff(), 0),
-            "protocol": 2,
+            "driver_info": None,  # two questions less for each connection
+            "protocol": 2,  # nothing comes that was not asked for
         }
         if self.scheme == "rediss":
-            for setting, option in (
-                ("tls_ca", "ssl_ca_certs"),
-                ("tls_cert", "ssl_certfile"),
-                ("tls_key", "ssl_keyfile"),
-            ):
-                path: Path | None = getattr(settings, setting)
-                if path is not None and not path.is_file():
-                    raise ConfigError(f"redis.{setting}: {path} is no file")
-                options[option] = None if path is None else str(path)
+            files = {"tls_ca": settings.tls_ca, "tls_cert": settings.tls_cert, "tls_key": settings.tls_key}
+            _check_tls(**files)
+            for option, file in (("ssl_ca_certs", "tls_ca"), ("ssl_certfile", "tls_cert"), ("ssl_keyfile", "tls_key")):
+                options[option] = None if files[file] is None else str(files[file])
         return options
 
     @property
@@ -263,49 +301,70 @@ class Topology:
         place = self.url.path if self.scheme == "unix" else self.url.netloc.rpartition("@")[2]
         return f"{self.url.scheme}://{place}" + ("" if self.scheme == "unix" else self.url.path)
 
+    @property
+    def nodes(self) -> list[Node]:
+        """All that are known."""
+        return [("", 0)]
+
     def node_of(self, key: bytes) -> Node:
         """The node that has a key; TierUnavailable when that is not known now."""
         return ("", 0)
 
-    def refresh(self) -> None:
-        """What was known of nodes is out of date."""
+    def moved(self, key: bytes, node: Node) -> None:
+        """Another node says that this one has the key."""
 
-    def close(self) -> None:
-        """Gives up connections of its own."""
+    def doubt(self) -> None:
+        """What is known of nodes may be out of date."""
+
+    def learn(self) -> None:
+        """Reads anew what is out of date. Blocking. TierUnavailable."""
 
     def check(self) -> None:
         """ConfigError for a URL that can never work."""
-        self._connection(("localhost", 1))
+        self._connection(("localhost", 1), 1.0)
 
-    def connect(self, node: Node) -> Wire:
-        """A new connection to a node. TierUnavailable."""
-        return Wire(self._connection(node))
+    def connect(self, node: Node, timeout: float) -> Wire:
+        """A new connection to a node. Blocking. TierUnavailable."""
+        return Wire(self._connection(node, max(0.001, min(timeout, self._settings.connect_timeout))))
 
-    def _connection(self, node: Node) -> AbstractConnection:
+    def _connection(self, node: Node, timeout: float) -> AbstractConnection:
         db = parse_qs(self.url.query).get("db", [""])[0]
         if self.scheme == "unix":
             kind: Any = UnixDomainSocketConnection  # typed as if it were abstract
-            return cast(AbstractConnection, kind(path=self.url.path, db=_number(db), **self._options))
+            return cast(AbstractConnection, kind(path=self.url.path, db=_number(db), **self._within(timeout)))
         place = (self.url.hostname or "localhost", self.url.port or DEFAULT_PORT)
-        return self._tcp(place, db=_number(db or self.url.path.strip("/")))
+        return self._tcp(place, timeout, db=_number(db or self.url.path.strip("/")))
 
-    def _tcp(self, node: Node, **more: Any) -> AbstractConnection:
+    def _within(self, timeout: float) -> dict[str, Any]:
+        return self._options | {"socket_connect_timeout": timeout, "socket_timeout": timeout}
+
+    def _tcp(self, node: Node, timeout: float, **more: Any) -> AbstractConnection:
         kind = SSLConnection if self.scheme == "rediss" else Connection
-        return kind(host=node[0], port=node[1], **self._options, **more)
+        return kind(host=node[0], port=node[1], **self._within(timeout), **more)
+
+    def _hosts(self, port: int) -> list[Node]:
+        """The URL's hosts, divided by commas."""
+        found = []
+        for text in self.url.netloc.rpartition("@")[2].split(","):
+            host = urlsplit(f"//{text}")
+            if not host.hostname:
+                raise ConfigError("redis.url: write its hosts as host:port,host:port")
+            found.append((host.hostname, host.port or port))
+        return found
 
 
 class Sentinels(Topology):
     """redis+sentinel://host:26379[,host:26379]/master[?db=0]"""
 
     def check(self) -> None:
+        self._hosts(SENTINEL_PORT)
         if not self.url.path.strip("/"):
             raise ConfigError("redis.url: it names no master: write redis+sentinel://host:26379/name")
 
-    def _connection(self, node: Node) -> AbstractConnection:
-        hosts = self.url.netloc.rpartition("@")[2].split(",")
-        places = [(host.rpartition(":")[0] or host, int(host.rpartition(":")[2] or 26379)) for host in hosts]
-        wait = {"socket_timeout": self._settings.connect_timeout, "protocol": 2}
-        sentinel = Sentinel(places, sentinel_kwargs=wait)  # type: ignore[no-untyped-call]
+    def _connection(self, node: Node, timeout: float) -> AbstractConnection:
+        wait: dict[str, Any] = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
+        wait |= {"retry": Retry(NoBackoff(), 0), "protocol": 2}
+        sentinel = Sentinel(self._hosts(SENTINEL_PORT), sentinel_kwargs=wait)  # type: ignore[no-untyped-call]
         try:
             master = sentinel.discover_master(self.url.path.strip("/"))  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
@@ -313,49 +372,70 @@ class Sentinels(Topology):
         finally:
             for one in sentinel.sentinels:
                 one.close()
-        return self._tcp(master, db=_number(parse_qs(self.url.query).get("db", [""])[0]))
+        return self._tcp(master, timeout, db=_number(parse_qs(self.url.query).get("db", [""])[0]))
 
 
 class Cluster(Topology):
-    """redis+cluster://host:6379, any node of it."""
+    """redis+cluster://host:6379[,host:6379], any nodes of it."""
 
     is_cluster = True
 
     def __init__(self, settings: RedisSettings) -> None:
         super().__init__(settings)
-        self._known: dict[int, Node] = {}
+        self._table: dict[int, Node] = {}
+        self.due = True
+
+    def check(self) -> None:
+        self._hosts(DEFAULT_PORT)
+
+    @property
+    def nodes(self) -> list[Node]:
+        return list(dict.fromkeys(list(self._table.values())))
 
     def node_of(self, key: bytes) -> Node:
-        if not self._known:
-            self._read()
-        node = self._known.get(key_slot(key))
+        node = self._table.get(key_slot(key))
         if node is None:
             raise TierUnavailable("redis: no node of the cluster serves the key's slot")
         return node
 
-    def refresh(self) -> None:
-        self._known = {}
+    def moved(self, key: bytes, node: Node) -> None:
+        self._table[key_slot(key)] = node
+        self.due = True
 
-    def _read(self) -> None:
-        options = {k: v for k, v in self._options.items() if v is not None} | {"ssl": self.scheme == "rediss"}
-        if not options["ssl"]:
-            del options["ssl"]
+    def doubt(self) -> None:
+        self.due = True
+
+    def learn(self) -> None:
+        if not self.due:
+            return
+        trouble = "no node of it is known"
+        for host, port in dict.fromkeys([*self._hosts(DEFAULT_PORT), *self.nodes]):
+            try:
+                self._table = self._ask(host, port)
+            except (RedisError, OSError) as error:
+                trouble = str(error)
+                continue
+            self.due = False
+            return
+        raise TierUnavailable(f"redis: {trouble}")
+
+    def _ask(self, host: str, port: int) -> dict[int, Node]:
+        options = {name: value for name, value in self._options.items() if value is not None}
+        if self.scheme == "rediss":
+            options["ssl"] = True
+        cluster = RedisCluster(
+            host=host, port=port, require_full_coverage=False, dynamic_startup_nodes=False, **options
+        )
         try:
-            cluster = RedisCluster(
-                host=self.url.hostname or "", port=self.url.port or DEFAULT_PORT, require_full_coverage=False, **options
-            )
-        except (RedisError, OSError) as error:
-            raise TierUnavailable(f"redis: {error}") from error
-        try:
-            self._known = {
+            return {
                 slot: (str(nodes[0].host), int(nodes[0].port))
                 for slot, nodes in cluster.nodes_manager.slots_cache.items()
             }
         finally:
             cluster.close()
 
-    def _connection(self, node: Node) -> AbstractConnection:
-        return self._tcp(node)
+    def _connection(self, node: Node, timeout: float) -> AbstractConnection:
+        return self._tcp(node, timeout)
 
 
 def topology(settings: RedisSettings) -> Topology:
@@ -384,3 +464,19 @@ def _read_password(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"redis.password_file: {path} cannot be read: {error}") from error
+
+
+def _check_tls(tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None) -> None:
+    for setting, path in (("tls_ca", tls_ca), ("tls_cert", tls_cert), ("tls_key", tls_key)):
+        if path is not None and not path.is_file():
+            raise ConfigError(f"redis.{setting}: {path} is no file")
+    context = ssl.create_default_context()
+    setting = "tls_ca"
+    try:
+        if tls_ca is not None:
+            context.load_verify_locations(tls_ca)
+        setting = "tls_cert"
+        if tls_cert is not None:
+            context.load_cert_chain(tls_cert, tls_key)
+    except OSError as error:
+        raise ConfigError(f"redis.{setting}: it cannot be used: {error.strerror or error}") from error
