@@ -44,10 +44,11 @@ class RedisServer:
         assert self._process is not None
         return self._process.pid
 
-    def start(self, program: str = "redis-server") -> None:
+    def start(self, *config: str) -> None:
+        """`config`: a file in the place of our own options."""
         self.folder.mkdir(exist_ok=True)
-        command = [program]
-        if program == "redis-server":
+        command = ["redis-server", *config]
+        if not config:
             command += ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
             command += ["--dir", str(self.folder), "--unixsocket", str(self.socket)]
             if self.password:
@@ -96,3 +97,149 @@ def serve(*arguments: str, password: str = "") -> Iterator[RedisServer]:
             yield server
         finally:
             server.kill()
+
+
+class RedisCluster:
+    """Three masters with all slots between them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.nodes = []
+        for number in range(3):
+            self.nodes.append(
+                RedisServer(
+                    folder / f"node{number}",
+                    *("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no"),
+                    *("--cluster-node-timeout", "2000", "--cluster-port", str(free_port())),
+                )
+            )
+
+    @property
+    def url(self) -> str:
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+
+    def start(self) -> None:
+        for node in self.nodes:
+            node.start()
+        first = self.nodes[0].client()
+        for number, node in enumerate(self.nodes):
+            low, high = 16384 * number // 3, 16384 * (number + 1) // 3 - 1
+            node.client().execute_command("CLUSTER", "ADDSLOTSRANGE", low, high)
+            node.client().execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        for node in self.nodes[1:]:
+            bus = int(node.arguments[node.arguments.index("--cluster-port") + 1])
+            first.execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
+        end = time.monotonic() + START_S
+        while not all(self._settled(node) for node in self.nodes):
+            if time.monotonic() > end:
+                raise RuntimeError("the cluster does not come about")
+            time.sleep(0.05)
+
+    def _settled(self, node: RedisServer) -> bool:
+        text = node.client().execute_command("CLUSTER", "INFO")
+        state = (
+            text
+            if isinstance(text, dict)
+            else dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line)
+        )
+        return state["cluster_state"] == "ok" and state["cluster_known_nodes"] == "3"
+
+    def kill(self) -> None:
+        for node in self.nodes:
+            node.kill()
+
+
+@contextlib.contextmanager
+def serve_cluster() -> Iterator[RedisCluster]:
+    """A cluster for as long as the context lasts."""
+    with tempfile.TemporaryDirectory(prefix="kvc-redis-") as folder:
+        cluster = RedisCluster(Path(folder))
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.kill()
+
+
+class Watched:
+    """A master, a replica of it, and one Sentinel that makes the replica master when the master is gone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.master = RedisServer(folder / "master")
+        self.replica = RedisServer(folder / "replica", "--replicaof", "127.0.0.1", str(self.master.port))
+        self.sentinel = RedisServer(folder / "sentinel", port=free_port())
+        self._config = folder / "sentinel.conf"
+
+    @property
+    def url(self) -> str:
+        return f"redis+sentinel://127.0.0.1:1,127.0.0.1:{self.sentinel.port}/fleet"
+
+    def start(self) -> None:
+        self.master.start()
+        self.replica.start()
+        self._config.write_text(
+            f"port {self.sentinel.port}\nbind 127.0.0.1\ndir {self._config.parent}\n"
+            f"sentinel monitor fleet 127.0.0.1 {self.master.port} 1\n"
+            "sentinel down-after-milliseconds fleet 500\nsentinel failover-timeout fleet 2000\n"
+        )
+        self.sentinel.arguments = ("--sentinel",)
+        self.sentinel.start(str(self._config))
+        end = time.monotonic() + START_S
+        while not self.sentinel.client().execute_command("SENTINEL", "REPLICAS", "fleet"):
+            if time.monotonic() > end:
+                raise RuntimeError("the sentinel does not find the replica")
+            time.sleep(0.05)
+
+    def fail_over(self) -> None:
+        """Kills the master, and waits until the replica has its place."""
+        self.master.kill()
+        end = time.monotonic() + START_S
+        while self.replica.client().info("replication")["role"] != "master":
+            if time.monotonic() > end:
+                raise RuntimeError("nobody was made master")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        for server in (self.sentinel, self.replica, self.master):
+            server.kill()
+
+
+@contextlib.contextmanager
+def serve_watched() -> Iterator[Watched]:
+    """A master with a replica and a Sentinel for as long as the context lasts."""
+    with tempfile.TemporaryDirectory(prefix="kvc-redis-") as folder:
+        watched = Watched(Path(folder))
+        try:
+            watched.start()
+            yield watched
+        finally:
+            watched.kill()
+
+
+def certificates(folder: Path) -> tuple[Path, Path, Path]:
+    """A certificate authority's certificate, and a certificate for 127.0.0.1 with its key."""
+    ca, ca_key, cert, key = (folder / name for name in ("ca.pem", "ca.key", "cert.pem", "cert.key"))
+    request, extensions = folder / "cert.csr", folder / "extensions"
+    extensions.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+    ec = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    for command in (
+        ("req", "-x509", *ec, "-keyout", ca_key, "-out", ca, "-days", "2", "-subj", "/CN=tests"),
+        ("req", *ec, "-keyout", key, "-out", request, "-subj", "/CN=127.0.0.1"),
+        (
+            "x509",
+            "-req",
+            "-in",
+            request,
+            "-CA",
+            ca,
+            "-CAkey",
+            ca_key,
+            "-out",
+            cert,
+            "-days",
+            "2",
+            "-extfile",
+            extensions,
+        ),
+    ):
+        subprocess.run(["openssl", *map(str, command)], check=True, capture_output=True)
+    return ca, cert, key

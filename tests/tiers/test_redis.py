@@ -3,23 +3,18 @@
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from engines.redis_server import RedisServer, serve
+from engines.redis_tier import SECRET, SIZE, available, check, fetches, name, opened, pattern, sends, settings
 
 from kvcascade.config.errors import ConfigError, TierUnavailable
-from kvcascade.config.settings import RedisSettings
 from kvcascade.tiers import value
 from kvcascade.tiers.codec import Codec
 from kvcascade.tiers.redis import RedisTier
-from kvcascade.tiers.remote import BlockName, Fetch, Secret, Send
-
-SIZE = 64 << 10
-SECRET = Secret(b"sixteen bytes and more")
+from kvcascade.tiers.remote import Secret
 
 
 @pytest.fixture
@@ -34,53 +29,6 @@ def nothing_is_left() -> Iterator[None]:
     yield
     assert threading.active_count() == threads
     assert len(list(Path("/proc/self/fd").iterdir())) <= files
-
-
-def settings(url: str, **more: object) -> RedisSettings:
-    return RedisSettings(url=url, deadline="1s", connect_timeout="500ms", **more)  # type: ignore[arg-type]
-
-
-@asynccontextmanager
-async def opened(
-    url: str, secret: Secret = SECRET, codec: Codec = Codec.RAW, **more: object
-) -> AsyncIterator[RedisTier]:
-    tier = RedisTier(settings(url, **more), secret, codec=lambda: codec)
-    await tier.open()
-    try:
-        yield tier
-    finally:
-        await tier.close()
-
-
-def name(number: int) -> BlockName:
-    return BlockName(b"n" * 32, 0, number.to_bytes(32, "big"))
-
-
-def pattern(number: int, size: int = SIZE) -> bytes:
-    """Bytes that name their block."""
-    return np.random.default_rng(number).bytes(size)
-
-
-def sends(numbers: range, size: int = SIZE) -> list[Send]:
-    return [Send(name(n), name(n - 1).block_hash if n else b"", memoryview(pattern(n, size)), 2) for n in numbers]
-
-
-def fetches(numbers: range, size: int = SIZE) -> list[Fetch]:
-    return [Fetch(name(n), memoryview(bytearray(size)), 2) for n in numbers]
-
-
-def check(jobs: list[Fetch], reasons: list[str | None], numbers: range) -> None:
-    for job, reason, number in zip(jobs, reasons, numbers, strict=True):
-        if reason is None:
-            assert bytes(job.into) == pattern(number, len(job.into))
-
-
-async def available(tier: RedisTier, wanted: bool = True) -> None:
-    for _ in range(1000):
-        if tier.available == wanted:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(tier.status())
 
 
 @pytest.mark.parametrize("codec", list(Codec))

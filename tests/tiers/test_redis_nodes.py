@@ -1,0 +1,148 @@
+"""The Redis tier on a cluster, behind Sentinel, and over TLS: real servers, really killed."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engines.redis_server import RedisCluster, certificates, free_port, serve, serve_cluster, serve_watched
+from engines.redis_tier import SECRET, SIZE, available, check, fetches, name, opened, sends, settings
+from redis.crc import key_slot
+
+from kvcascade.config.errors import ConfigError, TierUnavailable
+from kvcascade.tiers.redis import RedisTier
+
+
+@pytest.fixture
+def cluster() -> Iterator[RedisCluster]:
+    with serve_cluster() as one:
+        yield one
+
+
+def place(tier: RedisTier, number: int) -> int:
+    """Which of the three masters had a block's slot at the start."""
+    return key_slot(tier.key_of(name(number))) * 3 // 16384
+
+
+async def test_a_cluster_has_the_blocks_on_all_its_nodes(cluster: RedisCluster) -> None:
+    async with opened(cluster.url) as tier:
+        assert await tier.store(sends(range(60)), 5) == [None] * 60
+        assert {place(tier, n) for n in range(60)} == {0, 1, 2}
+        assert all(node.client().dbsize() for node in cluster.nodes)
+        assert await tier.present([name(n) for n in range(70)], 5) == 60
+        jobs = fetches(range(60))
+        reasons = await tier.fetch(jobs, 5)
+        assert reasons == [None] * 60
+        check(jobs, reasons, range(60))
+        await tier.write([(b"a%d" % n, b"%d" % n) for n in range(30)], 10, 5)
+        assert await tier.read([b"a%d" % n for n in range(31)], 5) == [b"%d" % n for n in range(30)] + [None]
+        assert list(tier.status()["nodes"].values()) == [None] * 3
+
+
+async def test_one_node_of_a_cluster_that_dies_takes_its_own_blocks_alone(cluster: RedisCluster) -> None:
+    """An error of one node in a batch: positions stay, others' bytes are true, the circuit of one node is its own."""
+    async with opened(cluster.url) as tier:
+        await tier.store(sends(range(60)), 5)
+        victim = (place(tier, 0) + 1) % 3
+        dead = [n for n in range(60) if place(tier, n) == victim]
+        cluster.nodes[victim].kill()
+        for _ in range(3):
+            jobs = fetches(range(60))
+            reasons = await tier.fetch(jobs, 5)
+            assert [n for n, reason in enumerate(reasons) if reason] == dead
+            check(jobs, reasons, range(60))
+            assert tier.available
+        assert await tier.present([name(n) for n in range(60)], 5) == dead[0]
+        with pytest.raises(TierUnavailable):
+            await tier.present([name(dead[0])], 5)
+        reasons = await tier.store(sends(range(60)), 5)
+        assert [n for n, reason in enumerate(reasons) if reason] == dead
+        assert sum(reason is not None for reason in tier.status()["nodes"].values()) <= 1
+        cluster.nodes[victim].start()
+        for _ in range(200):
+            if (await tier.store(sends(range(60)), 5)) == [None] * 60:
+                break
+            await asyncio.sleep(0.1)
+        assert await tier.fetch(fetches(range(60)), 5) == [None] * 60
+
+
+async def test_slots_that_move_are_followed(cluster: RedisCluster) -> None:
+    async with opened(cluster.url) as tier:
+        await tier.store(sends(range(20)), 5)
+        number = next(n for n in range(20) if place(tier, n) == 0)
+        key = tier.key_of(name(number))
+        slot = key_slot(key)
+        source, target = cluster.nodes[0].client(), cluster.nodes[1].client()
+        ids = [node.client().execute_command("CLUSTER", "MYID").decode() for node in cluster.nodes]
+        target.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+        source.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+        source.execute_command("MIGRATE", "127.0.0.1", cluster.nodes[1].port, key, 0, 5000)
+
+        async def all_there() -> None:
+            jobs = fetches(range(20))
+            reasons = await tier.fetch(jobs, 5)
+            assert reasons == [None] * 20
+            check(jobs, reasons, range(20))
+            assert await tier.present([name(n) for n in range(20)], 5) == 20
+
+        await all_there()  # ASK
+        assert await tier.store(sends(range(20)), 5) == [None] * 20
+        for node in cluster.nodes:
+            node.client().execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+        await all_there()  # MOVED
+        assert await tier.store(sends(range(20)), 5) == [None] * 20
+        assert tier.available
+
+
+async def test_a_cluster_away_at_the_start_and_back_later() -> None:
+    with serve_cluster() as cluster:
+        for node in cluster.nodes:
+            node.kill()
+        async with opened(cluster.url) as tier:
+            assert not tier.available
+            with pytest.raises(TierUnavailable):
+                await tier.present([name(0)], 1)
+            for node in cluster.nodes:
+                node.start()
+            await available(tier)
+
+
+async def test_the_master_that_sentinel_makes_is_found() -> None:
+    with serve_watched() as watched:
+        async with opened(watched.url) as tier:
+            assert tier.available, tier.status()
+            assert await tier.store(sends(range(8)), 5) == [None] * 8
+            assert watched.master.client().wait(1, 5000) == 1
+            watched.fail_over()
+            assert await tier.fetch(fetches(range(8)), 5) != [None] * 8
+            await available(tier)
+            jobs = fetches(range(8))
+            reasons = await tier.fetch(jobs, 5)
+            assert reasons == [None] * 8
+            check(jobs, reasons, range(8))
+            assert await tier.store(sends(range(8, 10)), 5) == [None] * 2
+            assert tier.status()["role"] == "master"
+
+
+async def test_over_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
+    ca, cert, key = certificates(tmp_path)
+    port = free_port()
+    options = ("--tls-port", str(port), "--tls-cert-file", str(cert), "--tls-key-file", str(key))
+    with serve(*options, "--tls-ca-cert-file", str(ca)) as server:
+        url = f"rediss://127.0.0.1:{port}"
+        async with opened(url, tls_ca=str(ca), tls_cert=str(cert), tls_key=str(key)) as tier:
+            assert tier.available, tier.status()
+            for size in (SIZE, 2 << 20):
+                assert await tier.store(sends(range(6), size), 5) == [None] * 6
+                jobs = fetches(range(6), size)
+                reasons = await tier.fetch(jobs, 5)
+                assert reasons == [None] * 6
+                check(jobs, reasons, range(6))
+        async with opened(url, tls_ca=str(ca)) as tier:
+            assert not tier.available
+        async with opened(url) as tier:
+            assert not tier.available and "certificate" in str(tier.status()["reason"]).lower()
+        async with opened(f"rediss://127.0.0.1:{server.port}", tls_ca=str(ca)) as tier:
+            assert not tier.available
+    with pytest.raises(ConfigError, match=r"redis\.tls_ca: it cannot be used"):
+        RedisTier(settings(url, tls_ca=str(key)), SECRET)
