@@ -68,21 +68,21 @@ class _Course:
         self.connecting: Node | None = None
         self.trouble: dict[Node, str] = {}
         self._lock = Lock()
-        self._over = False
+        self.over = False
         self._wires: set[Wire] = set()
         self._let_go: Callable[[], object] = lambda: None
 
     def begin(self, wire: Wire) -> None:
         """From here to `end` the memory is touched. TierUnavailable once it must not be any more."""
         with self._lock:
-            if self._over:
+            if self.over:
                 raise TierUnavailable(f"redis: {LATE}")
             self._wires.add(wire)
 
     def end(self, wire: Wire) -> None:
         with self._lock:
             self._wires.discard(wire)
-            if self._over and not self._wires:
+            if self.over and not self._wires:
                 self._let_go()
 
     async def stop(self) -> None:
@@ -90,7 +90,7 @@ class _Course:
         loop = asyncio.get_running_loop()
         gone: asyncio.Future[None] = loop.create_future()
         with self._lock:
-            self._over = True
+            self.over = True
             if not self._wires:
                 return
             self._let_go = lambda: loop.call_soon_threadsafe(gone.set_result, None)
@@ -215,7 +215,7 @@ class RedisTier:
     def _judge(self, course: _Course) -> None:
         """What a call's trouble says of Redis. A large batch that was not done in time does not say that it is away."""
         for node, reason in course.trouble.items():
-            if reason == LATE and course.answers:
+            if reason == LATE and (course.answers or course.firsts):
                 continue
             if not self._topology.is_cluster:
                 self._failed(reason)
@@ -447,7 +447,7 @@ class RedisTier:
                 call.cancel()
             if late:
                 await course.stop()
-        if late and not course.answers and not course.trouble and course.connecting:
+        if late and not course.answers and not course.trouble and course.connecting is not None:
             course.trouble[course.connecting] = LATE
         self._judge(course)
         for call in calls:
@@ -681,7 +681,7 @@ class RedisTier:
                     heard += 1
                     course.answers += 1
         except TierUnavailable as error:
-            text = str(error).removeprefix("redis: ")
+            text = LATE if course.over else str(error).removeprefix("redis: ")
             for number in mine[heard:]:
                 reasons[number] = text
             course.trouble[node] = text

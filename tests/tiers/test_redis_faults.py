@@ -1,0 +1,297 @@
+"""The Redis tier over a bad network and against servers that are none: late, cut, mute, or talking nonsense."""
+
+import asyncio
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from engines.proxy import Proxy
+from engines.redis_server import RedisServer, serve
+from engines.redis_tier import SIZE, available, check, fetches, name, opened, sends
+
+from kvcascade.config.errors import TierUnavailable
+
+BIG = 2 << 20
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with serve() as one:
+        yield one
+
+
+@pytest.fixture
+def proxy(server: RedisServer) -> Iterator[Proxy]:
+    with Proxy(server.port) as one:
+        yield one
+
+
+def url(proxy: Proxy) -> str:
+    return f"redis://127.0.0.1:{proxy.port}/0"
+
+
+async def test_cancelled_questions_never_get_each_others_answers(server: RedisServer, proxy: Proxy) -> None:
+    """Fault G1: all replies on a connection off by one, after a cancelled command."""
+    async with opened(url(proxy)) as tier:
+        keys = [b"k%03d" % n for n in range(100)]
+        await tier.write([(key, b"value of " + key) for key in keys], 60, 5)
+        await tier.store(sends(range(20)), 5)
+        proxy.delay = 0.02
+        chance = random.Random(1)
+        answered = 0
+
+        async def read(key: bytes) -> None:
+            nonlocal answered
+            try:
+                async with asyncio.timeout(chance.uniform(0.01, 0.3)):
+                    (got,) = await tier.read([key], 1)
+            except (TimeoutError, TierUnavailable):
+                return
+            assert got == b"value of " + key
+            answered += 1
+
+        async def fetch(first: int) -> None:
+            jobs = fetches(range(first, first + 3))
+            reasons: list[str | None] = ["cancelled"] * 3
+            try:
+                async with asyncio.timeout(chance.uniform(0.01, 0.3)):
+                    reasons = await tier.fetch(jobs, 1)
+            except TimeoutError:
+                pass
+            check(jobs, reasons, range(first, first + 3))
+
+        for _ in range(15):
+            await asyncio.gather(*(read(chance.choice(keys)) for _ in range(6)), fetch(chance.randrange(17)))
+        assert answered
+        proxy.delay = 0.0
+        await available(tier)
+        assert await tier.read(keys, 1) == [b"value of " + key for key in keys]
+        assert await tier.fetch(fetches(range(20)), 1) == [None] * 20
+
+
+async def test_memory_is_let_go_of_when_the_time_is_up(server: RedisServer, proxy: Proxy) -> None:
+    async with opened(url(proxy)) as tier:
+        await tier.store(sends(range(4), BIG), 5)
+        proxy.rate = 4 << 20
+        jobs = fetches(range(4), BIG)
+        began = time.monotonic()
+        reasons = await tier.fetch(jobs, 0.3)
+        assert time.monotonic() - began < 5
+        assert "no answer in time" in reasons
+        check(jobs, reasons, range(4))
+        before = [bytes(job.into) for job in jobs]
+        proxy.rate = 0
+        again = fetches(range(4), BIG)
+        await available(tier)
+        assert await tier.fetch(again, 1) == [None] * 4
+        assert before == [bytes(job.into) for job in jobs]
+
+
+async def test_a_cancelled_fetch_ends_at_once(server: RedisServer, proxy: Proxy) -> None:
+    async with opened(url(proxy)) as tier:
+        await tier.store(sends(range(4), BIG), 5)
+        proxy.hole = True
+        task = asyncio.create_task(tier.fetch(fetches(range(4), BIG), 60))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        # Well before the deadline of the settings, 1 s, would end it.
+        done, _ = await asyncio.wait([task], timeout=0.5)
+        assert done and task.cancelled()
+        assert tier.available  # that a caller went says nothing of Redis
+        proxy.hole = False
+        assert await tier.fetch(fetches(range(4), BIG), 5) == [None] * 4
+
+
+@pytest.mark.parametrize("after", [1, 50, 200, SIZE, 3 * SIZE + 77])
+@pytest.mark.parametrize("end", ["cut", "half_close"])
+async def test_a_connection_that_ends_in_the_middle(server: RedisServer, proxy: Proxy, after: int, end: str) -> None:
+    async with opened(url(proxy)) as tier:
+        await tier.store(sends(range(8)), 5)
+        if end == "cut":
+            proxy.cut_after = after
+        else:
+            proxy.half_close()
+        jobs = fetches(range(8))
+        reasons = await tier.fetch(jobs, 1)
+        assert end == "half_close" or any(reasons)
+        check(jobs, reasons, range(8))
+        await available(tier)
+        jobs = fetches(range(8))
+        reasons = await tier.fetch(jobs, 1)
+        assert reasons == [None] * 8
+        check(jobs, reasons, range(8))
+
+
+async def test_a_block_cut_on_its_way_up_is_not_there(server: RedisServer, proxy: Proxy) -> None:
+    async with opened(url(proxy)) as tier:
+        proxy.rate = 8 << 20
+        task = asyncio.create_task(tier.store(sends(range(4), BIG), 5))
+        await asyncio.sleep(0.1)
+        proxy.reset()
+        assert await task != [None] * 4
+        proxy.rate = 0
+        await available(tier)
+        jobs = fetches(range(4), BIG)
+        reasons = await tier.fetch(jobs, 1)
+        check(jobs, reasons, range(4))
+        assert set(reasons) <= {None, "not there"}
+
+
+async def test_a_network_that_flaps_costs_misses_alone(server: RedisServer, proxy: Proxy) -> None:
+    """Fault G9: the circuit opens, and closes by itself each time."""
+    async with opened(url(proxy)) as tier:
+        await tier.store(sends(range(8)), 5)
+        for way in ("refuse", "hole", "refuse"):
+            setattr(proxy, way, True)
+            if way == "refuse":
+                proxy.reset()
+            await available_after_fetches(tier, False)
+            began = time.monotonic()
+            for _ in range(50):
+                assert await tier.fetch(fetches(range(8)), 5) != [None] * 8
+            assert time.monotonic() - began < 5  # the circuit is open: none of them waits for a deadline
+            setattr(proxy, way, False)
+            await available(tier)
+            jobs = fetches(range(8))
+            reasons = await tier.fetch(jobs, 5)
+            assert reasons == [None] * 8
+            check(jobs, reasons, range(8))
+
+
+async def available_after_fetches(tier: object, wanted: bool) -> None:
+    for _ in range(100):
+        if tier.available == wanted:  # type: ignore[attr-defined]
+            return
+        await tier.fetch(fetches(range(8)), 0.3)  # type: ignore[attr-defined]
+    raise AssertionError("the circuit stays closed")
+
+
+async def test_a_storm_of_cancelled_calls_leaves_as_many_connections_as_threads(server: RedisServer) -> None:
+    """Fault G2."""
+    async with opened(server.url) as tier:
+        await tier.store(sends(range(30)), 5)
+        chance = random.Random(2)
+        tasks = []
+        for _ in range(300):
+            numbers = range(first := chance.randrange(27), first + 3)
+            tasks.append(asyncio.create_task(tier.fetch(fetches(numbers), 5)))
+            if chance.random() < 0.3:
+                await asyncio.sleep(0)
+                chance.choice(tasks).cancel()
+        await asyncio.wait(tasks)
+        assert await tier.fetch(fetches(range(30)), 5) == [None] * 30
+        assert len(server.client().client_list()) <= 2 + 1 + 1 + 2  # data, small, probe; the test's own
+    assert len(asyncio.all_tasks()) == 1
+
+
+class Fake:
+    """A server that answers whatever comes with what `say` makes up."""
+
+    def __init__(self, say: Callable[[bytes], bytes]) -> None:
+        self._say = say
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._threads = [threading.Thread(target=self._serve)]
+        self._threads[0].start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self._threads.append(threading.Thread(target=self._talk, args=(client,)))
+            self._threads[-1].start()
+
+    def _talk(self, client: socket.socket) -> None:
+        with client:
+            try:
+                while data := client.recv(1 << 16):
+                    client.sendall(self._say(data))
+            except OSError:
+                pass
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join()
+
+
+NONSENSE = [
+    b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    b"$5\r\nabc",
+    b"$-7\r\n",
+    b"$abc\r\n",
+    b"$99999999999999999999999\r\n",
+    b":\r\n",
+    b"*99999999999\r\n",
+    b"*-3\r\n",
+    b"*1\r\n" * 5000,
+    b"\n",
+    b"x" * 100_000,
+    b"$3\r\nabcde",
+    b"%1\r\n+a\r\n+b\r\n",
+    b"-\r\n",
+    b"-MOVED\r\n",
+    b"-MOVED 1 :x\r\n",
+    b"-ASK 1 127.0.0.1:1\r\n",
+    b"-LOADING Redis is loading the dataset in memory\r\n",
+    b"-NOAUTH Authentication required.\r\n",
+]
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE, ids=range(len(NONSENSE)))
+async def test_a_server_that_talks_nonsense_is_a_state(nonsense: bytes) -> None:
+    def say(data: bytes) -> bytes:
+        return b"+OK\r\n" if b"SELECT" in data else nonsense
+
+    await _survives(say)
+
+
+async def test_a_server_that_answers_probes_and_talks_nonsense_otherwise() -> None:
+    chance = random.Random(3)
+
+    def say(data: bytes) -> bytes:
+        if b"INFO" in data:
+            return b"$0\r\n\r\n" * data.count(b"INFO")
+        kind = chance.randrange(4)
+        if kind == 0:
+            return chance.choice(NONSENSE)
+        if kind == 1:
+            return chance.randbytes(chance.randrange(200))
+        size = chance.choice([0, 1, 159, 160, 161, SIZE + 160, SIZE + 161])
+        head = b"kvcv\x01" if kind == 2 else b""
+        return b"$%d\r\n%s" % (size, head) + chance.randbytes(max(0, size - len(head))) + b"\r\n"
+
+    for _ in range(30):
+        await _survives(say)
+
+
+async def _survives(say: Callable[[bytes], bytes]) -> None:
+    fake = Fake(say)
+    try:
+        async with opened(f"redis://127.0.0.1:{fake.port}/0") as tier:
+            assert None not in await tier.fetch(fetches(range(3)), 0.2)
+            for call in (tier.present([name(0)], 0.2), tier.read([b"a", b"b"], 0.2), tier.renew([name(0)])):
+                try:
+                    assert not await call or isinstance(tier, object)
+                except TierUnavailable:
+                    pass
+            await tier.store(sends(range(2)), 0.2)
+            str(tier.status())
+    finally:
+        fake.close()
+
+
+async def test_a_server_that_accepts_and_says_nothing() -> None:
+    """Fault G9 (3): neither opening, calls nor closing wait beyond their deadlines."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        async with opened(f"redis://127.0.0.1:{mute.getsockname()[1]}/0") as tier:
+            assert not tier.available
+            assert None not in await tier.fetch(fetches(range(3)), 5)
+            with pytest.raises(TierUnavailable):
+                await tier.present([name(0)], 5)
