@@ -18,10 +18,11 @@ blocks for hashes that it knows; with it, misses.
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from threading import Lock, local
 from typing import Any, Final, TypeVar
 
@@ -50,6 +51,7 @@ GRACE_S: Final = 0.1  # beyond its deadline, for a thread to say so itself
 ENDS_S: Final = 1.0  # beyond its deadlines, for the threads to end
 DAY_S: Final = 86400.0
 REFUSED_S: Final = 1.0  # for how long no block is sent after Redis refused one for a reason that lasts
+MOST_SKIPPED: Final = 4 << 20  # bytes of a value that is none of ours; rather than more a connection is given up
 MOST_MEMBERS: Final = 2048
 ABSENT: Final = "not there"
 LATE: Final = "no answer in time"
@@ -668,28 +670,38 @@ class RedisTier:
         hear: Callable[[Wire, int], str | None],
         asking: RedisSaysNo | None = None,
     ) -> None:
-        heard = 0
-        wire: Wire | None = None
-        try:
-            course.connecting = node
-            wire = self._wire(node, course.deadline) if asking is None else self._asking(asking, course)
-            course.begin(wire)
-            for start in range(0, len(mine), PIPELINE):
-                send(wire, mine[start : start + PIPELINE])
-                for number in mine[start : start + PIPELINE]:
-                    reasons[number] = hear(wire, number)
-                    heard += 1
-                    course.answers += 1
-        except TierUnavailable as error:
-            text = LATE if course.over else str(error).removeprefix("redis: ")
-            for number in mine[heard:]:
-                reasons[number] = text
-            course.trouble[node] = text
-        finally:
-            if wire is not None:
-                if heard < len(mine):
+        rest = deque(mine)
+        while rest:
+            wire: Wire | None = None
+            try:
+                course.connecting = node
+                wire = self._wire(node, course.deadline) if asking is None else self._asking(asking, course)
+                course.begin(wire)
+                while rest:
+                    some = list(islice(rest, PIPELINE))
+                    send(wire, some)
+                    for number in some:
+                        reasons[number] = hear(wire, number)
+                        course.answers += 1
+                        rest.popleft()
+                        if wire.closed:
+                            break
+                    if wire.closed:
+                        break
+            except TierUnavailable as error:
+                text = LATE if course.over else str(error).removeprefix("redis: ")
+                course.trouble[node] = text
+                while rest:
+                    reasons[rest.popleft()] = text
+                if wire is not None:
                     wire.close()
-                course.end(wire)
+            except BaseException:
+                if wire is not None:
+                    wire.close()
+                raise
+            finally:
+                if wire is not None:
+                    course.end(wire)
 
     def _get(self, jobs: Sequence[Fetch], numbers: Sequence[int], reasons: list[str | None], course: _Course) -> None:
         keys = {number: self.key_of(jobs[number].name) for number in numbers}
@@ -700,7 +712,7 @@ class RedisTier:
         self._carry(keys, numbers, reasons, course, send, lambda wire, n: self._receive(wire, jobs[n], course.firsts))
 
     def _receive(self, wire: Wire, job: Fetch, firsts: list[float]) -> str | None:
-        """One value from the wire into its slot, which is left in step whatever the value is."""
+        """One value from the wire into its slot. The wire is in step then, or closed if the value is too long."""
         try:
             size = wire.value()
         except RedisSaysNo as error:
@@ -731,8 +743,11 @@ class RedisTier:
             reason: str | None = str(error)
         else:
             reason = None
-        wire.skip(left)
-        wire.end_of_value()
+        if left > MOST_SKIPPED:
+            wire.close()
+        else:
+            wire.skip(left)
+            wire.end_of_value()
         return reason
 
     def _set(

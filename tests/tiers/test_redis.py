@@ -230,9 +230,33 @@ async def test_a_cancelled_fetch_leaves_no_reply_to_a_later_question(server: Red
 
 async def test_the_daily_budget_is_kept(server: RedisServer) -> None:
     async with opened(server.url, daily_bytes=1 << 20) as tier:
-        assert await tier.store(sends(range(16)), 5) == [None] * 16
-        assert await tier.store(sends(range(16, 17)), 5) == ["redis.daily_bytes is used up"]
+        assert await tier.store(sends(range(12)), 5) == [None] * 12
+        assert await tier.store(sends(range(12, 20)), 5) == [None] * 4 + ["redis.daily_bytes is used up"] * 4
+        assert await tier.store(sends(range(20, 21)), 5) == ["redis.daily_bytes is used up"]
         assert tier.status()["written_today"] == 1 << 20
+        assert await tier.present([name(n) for n in range(20)], 5) == 16
+
+
+async def test_blocks_that_were_not_taken_are_not_of_the_budget(server: RedisServer) -> None:
+    server.client().config_set("maxmemory-policy", "noeviction")
+    server.client().config_set("maxmemory", "1mb")
+    async with opened(server.url, daily_bytes=1 << 20) as tier:
+        assert None not in await tier.store(sends(range(4)), 5)
+        assert tier.status()["written_today"] == 0
+        assert tier.status()["memory_limit"] == 1 << 20 and tier.status()["policy"] == "noeviction"
+
+
+async def test_a_user_who_may_do_no_more_than_needed(server: RedisServer) -> None:
+    rights = ["~kvcascade:*", "+get", "+set", "+exists", "+pexpire", "+del", "+mget"]
+    server.client().execute_command("ACL", "SETUSER", "engine", "on", ">pass", *rights)
+    async with opened(server.url.replace("redis://", "redis://engine:pass@").removesuffix("/0")) as tier:
+        assert tier.available
+        assert await tier.store(sends(range(2)), 5) == [None] * 2
+        assert await tier.fetch(fetches(range(2)), 5) == [None] * 2
+        assert await tier.present([name(0), name(1), name(2)], 5) == 2
+        await tier.renew([name(0)])
+        await tier.forget([name(0)])
+        assert await tier.present([name(0)], 5) == 0
 
 
 async def test_used_blocks_live_on(server: RedisServer) -> None:
