@@ -29,6 +29,7 @@ SUBJECTS = {
     "disk": "the disk tier against raw O_DIRECT",
     "disk_chains": "small blocks of a chain on disk; a start with a million of them",
     "trouble": "hits in DRAM while the disk hangs; what the ledger costs",
+    "redis": "blocks and names in Redis against raw sockets and redis-py",
     "hashing": "block hashes against cbor2 and hashlib",
     "codec": "lossless packing of real KV",
     "fleet": "the directory: Redis memory a block, commands of a fleet at rest",
