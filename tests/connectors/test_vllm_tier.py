@@ -1,7 +1,4 @@
-"""vLLM's real TieringOffloadingManager with our tier below it, in vLLM's own Python; see engines/vllm_manager.py.
-
-KVCASCADE_VLLM_PYTHON names a Python that has vLLM; without one these tests are skipped.
-"""
+"""vLLM's real TieringOffloadingManager with our tier below it, in vLLM's own Python; see engines/vllm_manager.py."""
 
 import itertools
 import json
@@ -18,8 +15,8 @@ from typing import Any
 
 import pytest
 from conftest import DaemonProcess
+from engines.vllm_engine import environment
 
-PYTHON = os.environ.get("KVCASCADE_VLLM_PYTHON", "")
 ROOT = Path(__file__).parents[2]
 FULL = [{"tokens": 16}]
 # A full-attention group, a window of two of its own longer chunks, and one of a window of one short chunk.
@@ -32,7 +29,6 @@ AT_ONCE_S = 0.2
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not PYTHON, reason="KVCASCADE_VLLM_PYTHON names no Python with vLLM"),
 ]
 
 
@@ -64,7 +60,7 @@ class Vllm:
         self.log = directory / "vllm.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [PYTHON, "-P", ROOT / "tests" / "engines" / "vllm_manager.py"],
+                [environment(), "-P", ROOT / "tests" / "engines" / "vllm_manager.py"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
