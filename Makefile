@@ -14,10 +14,11 @@ INSTALLED := $(VENV)/.installed
 PACKAGES := daemon tiers connectors config
 PIP := $(BIN)/python -P -m pip -qq --disable-pip-version-check --no-input
 
-.PHONY: help demo test check bench bench-vllm stress engines dev links clean
+.PHONY: help demo demo-cluster tools test check bench bench-vllm stress engines dev links clean
 
 help:
 	@echo 'make demo    the main job end to end: cold, from another process, after a restart'
+	@echo 'make demo-cluster  two nodes and one Redis: a prefix computed here, loaded there'
 	@echo 'make test    the tests, in random order, warnings as errors'
 	@echo 'make check   lint, format, types'
 	@echo 'make bench   the figures, a plot and build/bench/results.json'
@@ -30,7 +31,22 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/python -P examples/demo.py
 
-test: $(INSTALLED) engines
+demo-cluster: $(INSTALLED) tools
+	$(BIN)/python -P examples/demo_cluster.py
+
+# Debian's packages that tests and demo-cluster start or call. Nothing of theirs is left running.
+tools:
+	@missing=; \
+	command -v redis-server >/dev/null || missing="$$missing redis-server"; \
+	command -v ip >/dev/null || missing="$$missing iproute2"; \
+	command -v openssl >/dev/null || missing="$$missing openssl"; \
+	if [ -n "$$missing" ]; then \
+	  echo "installing$$missing"; \
+	  [ "$$(id -u)" = 0 ] || { echo "not root: run \"apt-get install$$missing\" first" >&2; exit 1; }; \
+	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get -qq install -y --no-install-recommends $$missing >/dev/null; \
+	fi
+
+test: $(INSTALLED) engines tools
 	$(BIN)/pytest -m 'not stress'
 
 engines: $(INSTALLED)

@@ -45,6 +45,7 @@ exit codes:
 TIMEOUT = 5.0
 # Proving the invariants walks the whole index: about a second at 10^6 blocks.
 CHECK_TIMEOUT = 120.0
+EXPLAIN_TIMEOUT = 30.0  # s; the daemon answers by its own deadline
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     lookup.add_argument("--seed", help="only namespaces of this seed (PYTHONHASHSEED)")
     lookup.add_argument("--algo", help="only namespaces of this hash algorithm")
     lookup.add_argument("--block-size", type=int, metavar="TOKENS", help="only KV groups with blocks of so many tokens")
+    lookup.add_argument("--explain", action="store_true", help="ask other nodes too, and say what would be fetched")
     lookup.add_argument("--json", action="store_true", help="for programs")
     _add_socket_flags(lookup)
 
@@ -281,7 +283,8 @@ def _status(arguments: argparse.Namespace) -> int:
 def _lookup(arguments: argparse.Namespace) -> int:
     tokens = _token_ids(arguments)
     with _daemon(arguments) as daemon:
-        found = [_present(daemon, namespace, groups, tokens) for namespace, groups in _asked(daemon, arguments)]
+        asked = _asked(daemon, arguments)
+        found = [_present(daemon, namespace, groups, tokens, arguments.explain) for namespace, groups in asked]
     found.sort(key=lambda one: -one["present_tokens"])
     _show("lookup", arguments, {"tokens": len(tokens), "namespaces": found})
     return EXIT_OK if any(one["present_tokens"] for one in found) else EXIT_PROBLEM
@@ -463,11 +466,13 @@ def _asked(daemon: "Client", arguments: argparse.Namespace) -> list[tuple["Names
     return asked
 
 
-def _present(daemon: "Client", namespace: "Namespace", groups: list[int], tokens: list[int]) -> dict[str, Any]:
+def _present(
+    daemon: "Client", namespace: "Namespace", groups: list[int], tokens: list[int], explain: bool
+) -> dict[str, Any]:
     """How much of the prompt one namespace holds: what all the groups asked for hold, and the parts of each."""
     from kvcascade.tiers.block import BlockHasher
 
-    from .protocol import OP_WHERE
+    from .protocol import OP_EXPLAIN, OP_WHERE
 
     fingerprint = namespace.fingerprint()
     answers: list[dict[str, Any]] = []
@@ -478,7 +483,12 @@ def _present(daemon: "Client", namespace: "Namespace", groups: list[int], tokens
         replies = daemon.call(OP_WHERE, body)["namespaces"] if hashes else []
         bits = next((one["tiers"] for one in replies if one["namespace"] == fingerprint), b"")
         parts = _parts(bits, size)
-        answers.append({"group": index, "block_tokens": size, "blocks": len(hashes), "parts": parts})
+        answer: dict[str, Any] = {"group": index, "block_tokens": size, "blocks": len(hashes), "parts": parts}
+        if explain and hashes:
+            told = daemon.call(OP_EXPLAIN, body, timeout=EXPLAIN_TIMEOUT)
+            here: dict[str, Any] = next((one for one in told["namespaces"] if one["namespace"] == fingerprint), {})
+            answer["elsewhere"] = {"sources": here.get("sources", []), "why": _why(told["cluster"], here)}
+        answers.append(answer)
     present = min(one["parts"][-1]["end"] if one["parts"] else 0 for one in answers)
     return {
         "namespace": fingerprint.hex(),
@@ -487,6 +497,12 @@ def _present(daemon: "Client", namespace: "Namespace", groups: list[int], tokens
         "present_tokens": present,
         "groups": answers,
     }
+
+
+def _why(cluster: bool, here: dict[str, Any]) -> str:
+    if not cluster:
+        return "this daemon deals with no other nodes (redis.url, peers.listen)"
+    return str(here.get("why") or here.get("error") or "all of it is here")
 
 
 def _parts(bits: bytes, block_tokens: int) -> list[dict[str, Any]]:

@@ -85,7 +85,8 @@ class Cluster:
         self.peers = await stack.enter_async_context(Peers(settings.peers, self._secret, self.info, met=self._met))
         if settings.redis.url:
             await self._open_redis(stack)
-        self._sources.append(PeerSource(self.peers, self.fleet))
+        self._peer_source = PeerSource(self.peers, self.fleet)
+        self._sources.append(self._peer_source)
         self.remote = await stack.enter_async_context(
             Remote(settings.cluster, daemon.cache, daemon.transfer, self._sources, clock=daemon.clock)
         )
@@ -184,11 +185,27 @@ class Cluster:
             "fleet": {} if self.fleet is None else self.fleet.status(),
             "server": {} if self.server is None else self.server.status(),
             "peers": self.peers.status(),
+            "links": self._links(),
             "remote": self.remote.status(),
             "sharing": self.sharing.status(),
             "handoffs": self.granting.status(),
         }
         return status
+
+    def _links(self) -> list[dict[str, Any]]:
+        named = [("redis", self._redis_link)] if self._redis_link is not None else []
+        named += [(f"node {boot.hex()[:8]}", link) for boot, link in self._peer_source.links.items()]
+        return [
+            {
+                "name": name,
+                "latency_ms": link.latency * 1e3,
+                "bandwidth": link.bandwidth,
+                "queued": link.queued,
+                "observed": link.observed,
+            }
+            for name, link in named
+            if link is not None
+        ]
 
     def problems(self) -> list[str]:
         problems = []

@@ -40,6 +40,7 @@ def show_status(status: Answer) -> None:
     _tiers(console, status["tiers"])
     _recovered(console, status.get("recovered", {}))
     _hits(console, status["hits"])
+    _cluster(console, status.get("cluster", {}))
     # This command's own session says nothing to whoever runs it.
     _sessions(console, [one for one in status["sessions"] if one["pid"] != os.getpid()])
     _namespaces(console, status["namespaces"])
@@ -84,6 +85,10 @@ def _group(console: Console, group: Answer, total: int, named: bool) -> None:
     if full < total:
         rows.append((title, f"{full} to {total - 1}", "", f"no full block of {size}, so never stored"))
     _table(console, "", ["", "tokens", ">blocks", "where"], rows)
+    if elsewhere := group.get("elsewhere"):
+        for source in elsewhere["sources"]:
+            _line(console, f"{source['name']} has {source['blocks']} blocks more, {source['fetch']} would be fetched")
+        _line(console, f"why: {elsewhere['why']}")
 
 
 def show_check(report: Answer) -> None:
@@ -199,6 +204,49 @@ def _sessions(console: Console, sessions: Sequence[Answer]) -> None:
     _table(console, f"sessions: {len(sessions)}", columns, rows)
     if len(sessions) > SHOWN_SESSIONS:
         _line(console, f"... and {len(sessions) - SHOWN_SESSIONS} more (--json lists all)")
+
+
+def _cluster(console: Console, cluster: Answer) -> None:
+    """Other nodes: what they give and get, and how fast."""
+    if not cluster:
+        return
+    served = cluster["server"]
+    where = f"serves on {served['listen']}{' (TLS)' if served['tls'] else ''}" if served else "serves no other nodes"
+    secret = "shared secret" if cluster["secret"] else "no secret"
+    _line(console, f"\nnode {cluster['node']}: {where}, {secret}, fetches {cluster['fetch']}")
+    rows: list[tuple[object, ...]] = []
+    if redis := cluster["redis"]:
+        counters = redis["counters"]
+        rows.append(
+            (
+                "redis",
+                redis["url"],
+                redis["state"],
+                f"{redis.get('role', '')} {redis['latency_ms']:.1f} ms",
+                format_bytes(redis.get("memory", 0)),
+                counters.get("fetched_blocks", 0),
+                counters.get("stored_blocks", 0),
+                redis["reason"],
+            )
+        )
+    rows += [
+        (
+            f"node {peer['name']}",
+            f"{peer['endpoint']} boot {peer['boot'][:8]}",
+            peer["state"],
+            f"{format_bytes(int(peer['bandwidth']))}/s",
+            "",
+            peer["fetched_blocks"],
+            "",
+            peer["reason"],
+        )
+        for peer in cluster["peers"]
+    ]
+    _table(console, "", ["source", "where", "state", ">speed", ">memory", ">fetched", ">stored", "reason"], rows)
+    for link in cluster["links"]:
+        _line(console, f"link {link['name']}: {link['latency_ms']:.1f} ms, {format_bytes(int(link['bandwidth']))}/s")
+    for one in cluster["remote"]["prefill"]:
+        _line(console, f"prefill of {one['engine']}: {one['tokens_s']:.0f} tokens/s")
 
 
 def _engine(engine: object) -> str:

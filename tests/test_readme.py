@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import redis_server
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -24,8 +25,8 @@ SMALLER = {"64GiB": "64MiB", "500GiB": "64MiB"}
 
 
 def test_every_make_target_that_the_readme_names_exists() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
-    named = set(re.findall(r"make ([a-z]+)", README))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = set(re.findall(r"make ([a-z-]+)", README))
     assert {"demo", "test", "check", "bench", "dev"} <= named <= targets
 
 
@@ -57,16 +58,21 @@ def test_every_setting_that_the_readme_names_is_one() -> None:
     assert tomllib.loads((ROOT / "config" / "kvcascade.toml").read_text())
 
 
-def test_the_five_lines_of_the_readme_generate_what_the_model_generates_without_them(
-    daemon: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVCASCADE_SOCKET", str(daemon.socket))
+def tiny_model() -> Any:
     torch.manual_seed(0)
     fields = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=4, **fields)).eval()
     model.generation_config.do_sample = False
     model.generation_config.max_new_tokens = 8
     model.generation_config.pad_token_id = 0
+    return model
+
+
+def test_the_five_lines_of_the_readme_generate_what_the_model_generates_without_them(
+    daemon: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCASCADE_SOCKET", str(daemon.socket))
+    model = tiny_model()
     ids = torch.arange(1, 81)[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     plain = model.generate(**inputs)
@@ -80,3 +86,34 @@ def test_the_five_lines_of_the_readme_generate_what_the_model_generates_without_
         cache = names["prefixes"]
         assert isinstance(cache, PrefixCache)
         cache.close()
+
+
+def test_the_line_for_several_nodes_serves(start_daemon: Any, tmp_path: Path) -> None:
+    line = next(line.strip() for line in README.splitlines() if line.startswith("    kvcascade serve --redis"))
+    secret = tmp_path / "secret"
+    secret.write_text("sixteen bytes and more")
+    secret.chmod(0o600)
+    with redis_server.serve() as redis:
+        here = {"redis://10.0.0.1:6379/0": redis.url, "10.0.0.7:7400": "127.0.0.1:0", "/etc/kvcascade/secret": secret}
+        words = [str(here.get(word, word)) for word in shlex.split(line)[2:]]
+        flags = dict(zip(words[::2], words[1::2], strict=True))
+        daemon = start_daemon(**{name.removeprefix("--").replace("-", "_"): value for name, value in flags.items()})
+        status = subprocess.run([KVCASCADE, "status", "--socket", str(daemon.socket)], capture_output=True, text=True)
+        assert (status.returncode, redis.url in status.stdout, "shared secret" in status.stdout) == (0, True, True)
+        daemon.stop()
+
+
+def test_the_lines_for_a_hand_off_hand_a_prefix_off(start_daemon: Any) -> None:
+    first, second = (start_daemon(peers_listen="127.0.0.1:0", cluster_node=name) for name in ("a", "b"))
+    model, ids = tiny_model(), torch.arange(1, 81)[None]
+    give, take = re.findall(r"^(?:ticket|prompt) = prefixes\..*ticket.*|^ticket = .*", README, re.M)
+    with PrefixCache(model, socket=first.socket) as here, PrefixCache(model, socket=second.socket) as there:
+        prompt = here.lookup(ids)
+        loaded = here.load(prompt)
+        here.store(model.generate(ids, **loaded.arguments), loaded)
+        names: dict[str, Any] = {"prefixes": here, "prompt": prompt, "inputs": {"input_ids": ids}}
+        exec(give, names)  # noqa: S102 - our own text
+        names["prefixes"] = there
+        exec(take, names)  # noqa: S102 - our own text
+        loaded = there.load(names["prompt"])
+        assert dict(loaded.report.tokens) == {"peer": 64}
