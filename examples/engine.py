@@ -71,6 +71,10 @@ def main() -> None:
             loaded = prefixes.load(prompt)  # 3: load
             output = model.generate(**inputs, **limits, **loaded.arguments)  # 4: generate
             stored = prefixes.store(output, loaded)  # 5: store
+            computed = inputs["input_ids"].shape[1] - loaded.report.loaded_tokens
+            if computed >= 64:  # a few tokens say little of the speed
+                spent = loaded.report.lookup_seconds + loaded.report.load_seconds
+                prefixes.computed(computed, first.at - began - spent)
             report = {
                 "tokens": dict(loaded.report.tokens),
                 "stored": stored.stored,
