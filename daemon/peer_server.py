@@ -1,19 +1,19 @@
 """Serves this node's blocks to other nodes: one TCP port, one thread a connection, bytes straight from the pool.
 
 The event loop decides (what is here, what is held for how long), threads send. A caller that is slow, or gone, costs
-its thread and its grant until the deadline, and nobody else anything. After a block was sent its slot is looked at
-again: if it was handed on meanwhile, the caller is told that what it got is void.
+its thread and its grant until the deadline, and nobody else anything. A block's header is made of the bytes in its
+slot, then the slot's generation is looked at, and only then the header is sent: what a header proves was that block.
 """
 
 import asyncio
 import ipaddress
 import logging
 import socket
-import ssl
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Final, Protocol, Self, TypeVar
 
 from kvcascade.config.errors import CascadeError, ConfigError, ProtocolError, Refused, TierUnavailable
@@ -38,6 +38,7 @@ MAX_WAIT_S: Final = 60.0
 BACKLOG: Final = 128
 PIECE: Final = 1 << 20  # of a payload, where the bandwidth is limited
 CLOSE_S: Final = 5.0
+CALLERS: Final = 256  # nodes whose served blocks are counted apart
 
 
 class Granting(Protocol):
@@ -79,12 +80,13 @@ class PeerServer:
         self._listener: socket.socket | None = None
         self.endpoint = settings.listen
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = threading.Lock()  # of the three below
+        self._lock = threading.Lock()  # of the four below
         self._threads: set[threading.Thread] = set()
         self._sockets: set[socket.socket] = set()
         self._counters: Counter[str] = Counter()
-        self._rate = _Rate(settings.bandwidth)
-        self._closing = False
+        self._callers: OrderedDict[bytes, _Caller] = OrderedDict()  # by incarnation
+        self._stopping = threading.Event()
+        self._rate = _Rate(settings.bandwidth, self._stopping)
         self._acceptor: threading.Thread | None = None
 
     async def __aenter__(self) -> Self:
@@ -99,7 +101,7 @@ class PeerServer:
         """Listens, at first or again. ConfigError where the address cannot be had."""
         self._listener = _listen(self.endpoint)
         self.endpoint = Endpoint(*self._listener.getsockname()[:2])
-        self._closing = False
+        self._stopping.clear()
         self._acceptor = threading.Thread(
             target=self._accept, args=(self._listener,), name="kvcascade-peer-accept", daemon=True
         )
@@ -109,12 +111,12 @@ class PeerServer:
         """Ends all connections and gives the address free, until `start`. Idempotent."""
         if self._listener is None or self._acceptor is None:
             return
-        self._closing = True
         with self._lock:
+            self._stopping.set()
             sockets = list(self._sockets)
         for sock in (self._listener, *sockets):
             try:
-                sock.shutdown(socket.SHUT_RDWR)
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
             except OSError:
                 pass
         end = time.monotonic() + CLOSE_S
@@ -126,23 +128,23 @@ class PeerServer:
             await asyncio.sleep(0.005)
         else:
             log.error("peers: a connection does not end")
+        await asyncio.sleep(0)  # grants that the threads let go of on their way out
         self._listener.close()
         self._listener = self._acceptor = None
 
     # ---- threads
 
     def _accept(self, listener: socket.socket) -> None:
-        while not self._closing:
+        while not self._stopping.is_set():
             try:
                 sock, address = listener.accept()
             except OSError as error:
-                if self._is_closing():
-                    return
-                log.warning("peers: a connection was not accepted reason=%s", error)
-                time.sleep(0.05)
+                if not self._stopping.wait(0.05):
+                    log.warning("peers: a connection was not accepted reason=%s", error)
                 continue
             with self._lock:
-                allowed = self._may_connect(address[0]) and len(self._threads) < CONNECTIONS and not self._closing
+                allowed = self._may_connect(address[0]) and len(self._threads) < CONNECTIONS
+                allowed = allowed and not self._stopping.is_set()
                 self._counters["connections" if allowed else "connections_refused"] += 1
                 if not allowed:
                     sock.close()
@@ -152,10 +154,14 @@ class PeerServer:
                     target=self._serve, args=(sock, address[0]), name="kvcascade-peer", daemon=True
                 )
                 self._threads.add(thread)
-            thread.start()
-
-    def _is_closing(self) -> bool:
-        return self._closing
+            try:
+                thread.start()
+            except RuntimeError as error:  # The process may have no more threads.
+                log.warning("peers: a connection was not accepted reason=%s", error)
+                sock.close()
+                with self._lock:
+                    self._threads.discard(thread)
+                    self._sockets.discard(sock)
 
     def _may_connect(self, host: str) -> bool:
         if not self._allowed:
@@ -168,24 +174,27 @@ class PeerServer:
         plain = sock
         try:
             if self._tls is not None:
-                sock.settimeout(HANDSHAKE_S)
-                sock = self._tls.wrap_socket(sock, server_side=True)
+                sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
                 with self._lock:
                     self._sockets.add(sock)
+                    if self._stopping.is_set():
+                        return
             channel = Channel(sock, self._secret)
             channel.until(time.monotonic() + HANDSHAKE_S)
+            channel.secure()
             caller = channel.welcome(self._me())
-            while not self._closing:
+            self._count("handshakes")
+            while not self._stopping.is_set():
                 channel.until(time.monotonic() + IDLE_S)
                 self._answer(channel, caller, *channel.hear())
         except Different as error:
             self._count("refused_handshakes")
             log.warning("peers: a node was refused host=%s reason=%s", host, error)
-            self._on_loop(self._note(error.info))
+            self._on_loop_soon(self._met, error.info)
         except (Refused, ProtocolError) as error:
             self._count("refused_handshakes")
             log.warning("peers: a connection was refused host=%s reason=%s", host, error)
-        except (CascadeError, OSError, ssl.SSLError) as error:
+        except (CascadeError, OSError) as error:
             log.debug("peers: a connection ended host=%s reason=%s", host, error)
         except Exception:
             log.exception("peers: a connection failed host=%s", host)
@@ -196,14 +205,16 @@ class PeerServer:
                 self._sockets -= {sock, plain}
                 self._threads.discard(threading.current_thread())
 
-    async def _note(self, info: NodeInfo) -> None:
-        self._met(info)
-
-    def _on_loop(self, work: Coroutine[Any, Any, T], timeout: float = MAX_WAIT_S) -> T | None:
+    def _on_loop_soon(self, call: Callable[..., object], *arguments: object) -> None:
         assert self._loop is not None
-        if self._closing:
-            work.close()
-            raise TierUnavailable("peer: the daemon is ending")
+        try:
+            self._loop.call_soon_threadsafe(call, *arguments)
+        except RuntimeError:  # The loop is closed: nobody is left to be told.
+            pass
+
+    def _on_loop(self, work: Coroutine[Any, Any, T], channel: Channel, timeout: float = MAX_WAIT_S) -> T:
+        """What `work` comes to on the loop. Given up when the caller is gone, or the daemon ends."""
+        assert self._loop is not None
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         end = time.monotonic() + timeout
         while True:
@@ -212,9 +223,13 @@ class PeerServer:
             except TimeoutError:
                 if future.done():
                     raise
-                if self._closing or time.monotonic() > end:
+                if self._stopping.is_set() or time.monotonic() > end:
                     future.cancel()
-                    raise TierUnavailable("peer: the daemon is ending") from None
+                    raise TierUnavailable("peer: the daemon is ending, or too busy") from None
+                if channel.is_stale():
+                    future.cancel()
+                    channel.close()
+                    raise TierUnavailable("peer: the caller is gone") from None
 
     def _count(self, name: str, by: int = 1) -> None:
         with self._lock:
@@ -230,41 +245,72 @@ class PeerServer:
             if said == Say.ASK:
                 wait = min(take(values, "wait_ms", int, lo=0) / 1000, MAX_WAIT_S)
                 channel.until(time.monotonic() + wait + IDLE_S)
-                count = self._on_loop(self._granting.leading(namespace, group, hashes, wait=wait), wait + IDLE_S)
+                count = self._on_loop(
+                    self._granting.leading(namespace, group, hashes, wait=wait), channel, wait + IDLE_S
+                )
                 channel.say(Say.ANSWER, {"count": count})
             elif said == Say.FETCH:
-                self._send(channel, namespace, group, hashes)
+                self._send(channel, caller, namespace, group, hashes)
             else:
                 raise ProtocolError(f"peer: {said.name.lower()} is nothing to ask")
-        except (Refused, ProtocolError) as error:
+        except CascadeError as error:
             if channel.closed:
                 raise
             channel.say(Say.REFUSED, {"reason": str(error)[:1024]})
 
-    def _send(self, channel: Channel, namespace: bytes, group: int, hashes: bytes) -> None:
-        grant = self._on_loop(self._granting.grant(namespace, group, hashes))
-        if grant is None:
-            channel.say(Say.GRANTED, {"count": 0})
-            channel.say(Say.SENT, {"valid": True})
-            return
+    def _send(self, channel: Channel, caller: NodeInfo, namespace: bytes, group: int, hashes: bytes) -> None:
+        held: list[Grant] = []
+
+        async def hold() -> None:
+            grant = await self._granting.grant(namespace, group, hashes)
+            if grant is not None:
+                held.append(grant)
+
         sent = False
         try:
-            channel.until(time.monotonic() + MAX_WAIT_S)
-            channel.say(Say.GRANTED, {"count": len(grant.blocks)})
-            codec = self._codec()
-            for name, block in zip(grant.names, grant.blocks, strict=True):
-                used, parts = encode(block, codec, grant.element)
-                header = value.pack(name, b"", block, parts, codec=used, element=grant.element, secret=self._secret)
-                self._paced(channel, [header, *parts])
-            valid = grant.valid()
-            channel.say(Say.SENT, {"valid": valid})
-            sent = valid
-            with self._lock:
-                self._counters["served_blocks"] += len(grant.blocks)
-                self._counters["served_bytes"] += sum(map(len, grant.blocks))
+            self._on_loop(hold(), channel)
+            if held:
+                sent = self._send_granted(channel, caller, held[0])
+            else:
+                channel.say(Say.GRANTED, {"count": 0})
+                channel.say(Say.SENT, {"valid": True})
         finally:
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(lambda: self._granting.release(grant, sent=sent))
+            # On the loop `held` is looked at: `hold` may have come to its end while this thread gave it up.
+            self._on_loop_soon(self._release, held, sent)
+
+    def _release(self, held: list[Grant], sent: bool) -> None:
+        for grant in held:
+            self._granting.release(grant, sent=sent)
+
+    def _send_granted(self, channel: Channel, caller: NodeInfo, grant: Grant) -> bool:
+        """Whether all blocks were sent as they are named."""
+        channel.until(time.monotonic() + MAX_WAIT_S)
+        channel.say(Say.GRANTED, {"count": len(grant.blocks)})
+        codec = self._codec()
+        for number, (name, block) in enumerate(zip(grant.names, grant.blocks, strict=True)):
+            used, parts = encode(block, codec, grant.element)
+            header = value.pack(name, b"", block, parts, codec=used, element=grant.element, secret=self._secret)
+            if not grant.valid():
+                self._note_served(caller, number, sum(map(len, grant.blocks[:number])))
+                channel.send([value.VOID])
+                channel.say(Say.SENT, {"valid": False})
+                return False
+            self._paced(channel, [header, *parts])
+        valid = grant.valid()
+        channel.say(Say.SENT, {"valid": valid})
+        self._note_served(caller, len(grant.blocks), sum(map(len, grant.blocks)))
+        return valid
+
+    def _note_served(self, caller: NodeInfo, blocks: int, nbytes: int) -> None:
+        with self._lock:
+            self._counters["served_blocks"] += blocks
+            self._counters["served_bytes"] += nbytes
+            one = self._callers.setdefault(caller.boot, _Caller(caller.name))
+            self._callers.move_to_end(caller.boot)
+            one.blocks += blocks
+            one.nbytes += nbytes
+            if len(self._callers) > CALLERS:
+                self._callers.popitem(last=False)
 
     def _paced(self, channel: Channel, parts: list[bytes | memoryview]) -> None:
         if not self._settings.bandwidth:
@@ -286,6 +332,10 @@ class PeerServer:
                 "connections": len(self._threads),
                 "tls": self._tls is not None,
                 "counters": dict(self._counters),
+                "callers": [
+                    {"name": one.name, "boot": boot.hex(), "served_blocks": one.blocks, "served_bytes": one.nbytes}
+                    for boot, one in self._callers.items()
+                ],
             }
 
     def problems(self) -> list[str]:
@@ -297,11 +347,21 @@ class PeerServer:
         return []
 
 
-class _Rate:
-    """Lets so many bytes a second through, all threads together; 0: as many as come."""
+@dataclass(slots=True)
+class _Caller:
+    """What one node has had of this one."""
 
-    def __init__(self, bandwidth: int) -> None:
+    name: str
+    blocks: int = 0
+    nbytes: int = 0
+
+
+class _Rate:
+    """Lets so many bytes a second through, all threads together; `wait` ends early when `stopping` is set."""
+
+    def __init__(self, bandwidth: int, stopping: threading.Event) -> None:
         self._bandwidth = bandwidth
+        self._stopping = stopping
         self._lock = threading.Lock()
         self._free_at = 0.0
 
@@ -310,7 +370,7 @@ class _Rate:
             now = time.monotonic()
             begin = max(now, self._free_at)
             self._free_at = begin + count / self._bandwidth
-        time.sleep(max(0.0, begin - now))
+        self._stopping.wait(max(0.0, begin - now))
 
 
 def _listen(endpoint: Endpoint) -> socket.socket:

@@ -9,10 +9,17 @@ what keeps strangers out.
 
     the one that connects                          the one that serves
     hello(info, nonce)                    →
-                                          ←        hello(info, nonce), proof   or   refused(reason)
+                                          ←        hello(info, nonce), proof
     proof                                 →
     ask(namespace, group, hashes, wait)   →        answer(count)               or   refused(reason)
     fetch(namespace, group, hashes)       →        granted(count), count values, sent(valid)
+
+Who they are is compared only once both have proved the secret: a stranger can neither learn by trying which seed would
+fit, nor put nodes that do not exist into anybody's `status`. Then either side says why they can share nothing.
+
+A value's header is made from the slot's bytes, and sent only if the slot still held that block after they were read; a
+header of zeros says that it did not, and that no more values come. So what proves true under its header is true, even
+where the rest of the answer never comes.
 """
 
 import os
@@ -81,21 +88,40 @@ class Channel:
     def break_off(self) -> None:
         """Ends what another thread is waiting for on this channel."""
         try:
-            self._sock.shutdown(socket.SHUT_RDWR)
+            # Not SSLSocket's own, which takes the TLS state away under the thread that uses it.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
         except OSError:
             pass
 
     def is_stale(self) -> bool:
         """Whether the other side has closed an idle connection, or said what nobody asked for."""
         try:
-            self._sock.settimeout(0)
-            return bool(select.select([self._sock], [], [], 0)[0])
+            poll = select.poll()
+            poll.register(self._sock, select.POLLIN)
+            return bool(poll.poll(0))
         except (OSError, ValueError):
             return True
 
     def until(self, deadline: float) -> None:
         """Sets the time (`time.monotonic`) by which the next calls end."""
         self._deadline = deadline
+
+    def secure(self) -> None:
+        """TLS's own handshake, where the socket is of TLS."""
+        if isinstance(self._sock, ssl.SSLSocket):
+            try:
+                self._wait()
+                self._sock.do_handshake()
+            except OSError as error:
+                raise self._failed(error) from error
+
+    def connect(self, address: Any) -> None:
+        """Connects the socket; TLS's handshake is still to come."""
+        try:
+            self._wait()
+            self._sock.connect(address)
+        except OSError as error:
+            raise self._failed(error) from error
 
     def _wait(self) -> None:
         left = self._deadline - time.monotonic()
@@ -177,39 +203,41 @@ class Channel:
         self._sides = (ours, theirs)
 
     def greet(self, me: NodeInfo) -> NodeInfo:
-        """The caller's side; who the other one is. Refused where either side does not want the other."""
+        """The caller's side; who the other one is. Refused, Different where they can share nothing."""
         mine = self._send_hello(me, secrets.token_bytes(NONCE_BYTES))
         theirs = self._read_hello()
-        values = decode_body(theirs)
-        if "refused" in values:
-            # Not proved by anything, and good for a message alone.
-            raise Refused(f"peer: {take(values, 'refused', str, hi=1024)}")
         info, _ = self._parse_hello(theirs)
-        if not _same(self.read(TAG_BYTES), self._proof(b"server", mine, theirs)):
-            raise Refused(f"cluster.secret_file: {info.name} has another secret than this node")
+        proof = self.read(TAG_BYTES)
+        # Said before the other side's proof is looked at, so that it too learns why this ends.
         self.send([self._proof(b"caller", mine, theirs)])
+        if not _same(proof, self._proof(b"server", mine, theirs)):
+            raise Refused(f"cluster.secret_file: {info.name} has another secret than this node")
         self._begin(b"caller", b"server", mine, theirs)
+        self._compare(me, info)
         return info
 
     def welcome(self, me: NodeInfo) -> NodeInfo:
-        """The server's side; who the caller is. Refused, and the caller told why, where it may not stay."""
-        theirs = self._read_hello()
+        """The server's side; who the caller is. Refused, Different where they can share nothing."""
+        try:
+            theirs = self._read_hello()
+        except Refused:
+            # The other side speaks another version: our hello's first bytes tell it, and any version reads them.
+            self.send([_HELLO.pack(MAGIC, VERSION, 0)])
+            raise
         info, _ = self._parse_hello(theirs)
-        difference = me.difference(info)
-        if difference is not None:
-            self.refuse(difference)
-            raise Different(info, difference)
         mine = self._send_hello(me, secrets.token_bytes(NONCE_BYTES))
         self.send([self._proof(b"server", theirs, mine)])
         if not _same(self.read(TAG_BYTES), self._proof(b"caller", theirs, mine)):
             raise Refused(f"cluster.secret_file: {info.name} has another secret than this node")
         self._begin(b"server", b"caller", theirs, mine)
+        self._compare(me, info)
         return info
 
-    def refuse(self, reason: str) -> None:
-        """Says why, in place of a hello."""
-        body = cbor2.dumps({"refused": reason[:1024]})
-        self.send([_HELLO.pack(MAGIC, VERSION, len(body)), body])
+    @staticmethod
+    def _compare(me: NodeInfo, info: NodeInfo) -> None:
+        difference = me.difference(info)
+        if difference is not None:
+            raise Different(info, difference)
 
     # ---- frames
 

@@ -1,42 +1,61 @@
 """Asks other nodes for their blocks, and receives them straight into this node's slots.
 
 Data threads do the IO, over a few connections a node, which are kept while they are used. A node that does not answer
-is left alone for a while, longer each time. Whatever is late, cut off, changed on its way or void at its source is a
-reason for each block that it concerns; the memory of a job is let go of before its answer is given.
+is left alone for a while, longer each time, and then tried by one at a time. Whatever is late, cut off, changed on its
+way or void at its source is a reason for each block that it concerns; blocks that came whole before are good, since
+each proves itself. The memory of a job is let go of before its answer is given: a call that is cancelled, or late, cuts
+its connection.
+
+One node may have a few exchanges at a time and no more, so that one that hangs leaves threads to the others.
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
-import ssl
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from kvcascade.config.errors import CascadeError, ProtocolError, Refused, TierUnavailable
 from kvcascade.config.settings import Endpoint, PeerSettings
 from kvcascade.tiers import value
 from kvcascade.tiers.codec import Codec, CodecError, decode
 from kvcascade.tiers.remote import Fetch, Secret
-from kvcascade.tiers.workers import Workers
+from kvcascade.tiers.workers import Workers, outlast
 
 from .fleet import NodeInfo
-from .peer_wire import SOCKET_BYTES, Channel, Say, tls_context
+from .peer_wire import SOCKET_BYTES, Channel, Different, Say, tls_context
 from .protocol import take
 
 log = logging.getLogger("kvcascade.peers")
 
+T = TypeVar("T")
 Observe = Callable[[int, float, float], None]
+Address = tuple[Any, ...]  # family, and what its sockets connect to
 
 PAUSE_FIRST_S: Final = 0.5
 PAUSE_LAST_S: Final = 30.0
 IDLE_S: Final = 60.0  # a connection that was not used for so long is closed
+RESOLVED_S: Final = 60.0  # how long a host name's addresses are believed
 NODES: Final = 1024  # that are remembered
 SPLIT_BYTES: Final = 1 << 20  # what is smaller goes over one connection
 CLOSE_S: Final = 2.0
+DATA_NODES: Final = 4  # may send payloads at one time
+ASKING: Final = 16  # questions at one time
+ASKING_ONE: Final = 4  # of one node
+WAITING: Final = 32  # questions whose answer may take long, at one time: hand-offs
+PENDING: Final = "no answer in time"
+VOID: Final = "handed on at its source while it was sent"
+# After these the length of what follows a header is not known.
+OUT_OF_STEP: Final = frozenset({"no value of ours", "another format version", "another block", "another length"})
+
+
+class _Busy(TierUnavailable):
+    """No thread came round to it in time: nothing is known of the node."""
 
 
 @dataclass(eq=False, slots=True)
@@ -45,8 +64,13 @@ class _Peer:
 
     endpoint: Endpoint
     boot: bytes
+    data: asyncio.Semaphore
+    asking: asyncio.Semaphore
     name: str = ""
     idle: list[tuple[float, Channel]] = field(default_factory=list)  # under `Peers._lock`
+    forgotten: bool = False  # under `Peers._lock`
+    addresses: list[Address] = field(default_factory=list)
+    resolved_at: float = 0.0
     reason: str = ""
     pause: float = PAUSE_FIRST_S
     retry_at: float = 0.0
@@ -67,7 +91,7 @@ class Peers:
         met: Callable[[NodeInfo], None] = lambda info: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`met`: told of every node that shook hands. ConfigError for certificates that do not fit."""
+        """`met`: told, on the loop, of every node that shook hands. ConfigError for certificates that do not fit."""
         self._settings = settings
         self._secret = secret
         self._me = me
@@ -77,30 +101,36 @@ class Peers:
         self._lock = Lock()
         self._peers: OrderedDict[tuple[Endpoint, bytes], _Peer] = OrderedDict()
         self._open: set[Channel] = set()  # under _lock
+        self._closed = False  # under _lock
         self._data: Workers | None = None
         self._asking: Workers | None = None
+        self._waiting: Workers | None = None
         self._sweeper: asyncio.Task[None] | None = None
         self.counters: Counter[str] = Counter()
 
     async def __aenter__(self) -> Self:
-        self._data = Workers("kvcascade-peers", 2 * self._settings.threads, self._clock)
-        self._asking = Workers("kvcascade-peers-ask", 2, self._clock)
+        self._data = Workers("kvcascade-peers", DATA_NODES * self._settings.threads, self._clock)
+        self._asking = Workers("kvcascade-peers-ask", ASKING, self._clock)
+        self._waiting = Workers("kvcascade-peers-wait", WAITING, self._clock)
         self._sweeper = asyncio.create_task(self._sweep(), name="peers sweep")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._data is not None and self._asking is not None and self._sweeper is not None
+        assert self._sweeper is not None
         self._sweeper.cancel()
         await asyncio.wait([self._sweeper])
-        for workers in (self._data, self._asking):
+        every = [workers for workers in (self._data, self._asking, self._waiting) if workers is not None]
+        for workers in every:
             workers.dismiss()
+            workers.withdraw()
         # What waits for bytes that may never come ends now.
         with self._lock:
+            self._closed = True
             channels = list(self._open)
         for channel in channels:
             channel.break_off()
-        for workers in (self._data, self._asking):
-            if not await workers.stop(self._settings.deadline + CLOSE_S):
+        for workers in every:
+            if not await workers.stop(CLOSE_S):
                 log.error("peers: a thread does not end")
         for channel in channels:
             channel.close()
@@ -137,20 +167,21 @@ class Peers:
         """
         peer = self._peer(endpoint, boot)
         self._require(peer)
-        assert self._asking is not None
+        assert self._asking is not None and self._waiting is not None
         deadline = self._clock() + min(timeout, self._settings.deadline + wait)
         body = {"boot": boot, "namespace": namespace, "group": group, "hashes": hashes, "wait_ms": int(wait * 1000)}
 
-        def work() -> int:
-            with _Using(self, peer, deadline) as channel:
-                channel.say(Say.ASK, body)
-                said, values = channel.hear()
-                if said != Say.ANSWER:
-                    raise ProtocolError(f"peer: {said.name.lower()} is no answer")
-                return take(values, "count", int, lo=0)
+        def work(channel: Channel) -> int:
+            channel.say(Say.ASK, body)
+            said, values = channel.hear()
+            if said != Say.ANSWER:
+                raise ProtocolError(f"peer: {said.name.lower()} is no answer")
+            return take(values, "count", int, lo=0)
 
+        # Those that may wait do not keep a thread from those that will not.
+        workers, turns = (self._waiting, None) if wait else (self._asking, peer.asking)
         try:
-            count = (await self._asking.run([work]))[0]
+            count = await self._exchange(workers, turns, peer, deadline, work)
         except CascadeError as error:
             self._failed(peer, error)
             raise
@@ -172,7 +203,6 @@ class Peers:
             self._require(peer)
         except TierUnavailable as error:
             return [str(error)] * len(jobs)
-        assert self._data is not None
         began = self._clock()
         deadline = began + min(timeout, self._settings.deadline)
         total = sum(len(job.into) for job in jobs)
@@ -180,36 +210,101 @@ class Peers:
         share = max(1, -(-len(jobs) // pieces))
         parts = [jobs[start : start + share] for start in range(0, len(jobs), share)]
         firsts: list[float] = []
-        trouble: list[CascadeError] = []
 
-        def work(part: Sequence[Fetch]) -> list[str | None]:
-            reasons: list[str | None] = ["no answer in time"] * len(part)
+        async def receive(part: Sequence[Fetch], reasons: list[str | None]) -> CascadeError | None:
+            assert self._data is not None
             try:
-                with _Using(self, peer, deadline) as channel:
-                    self._receive(channel, boot, part, reasons, firsts)
+                await self._exchange(
+                    self._data, peer.data, peer, deadline, lambda on: self._receive(on, boot, part, reasons, firsts)
+                )
             except CascadeError as error:
-                trouble.append(error)
-                # What came before is as good as it proved; void only where the source says so, which it did not.
                 text = str(error).removeprefix("peer: ")
-                return [text] * len(part)
-            return reasons
+                reasons[:] = [text if reason is PENDING else reason for reason in reasons]
+                return error
+            return None
 
-        try:
-            done = await self._data.run([lambda part=part: work(part) for part in parts])  # type: ignore[misc]
-        finally:
-            if trouble:
-                self._failed(peer, trouble[0])
-        reasons = [reason for part in done for reason in part]
+        outcomes: list[list[str | None]] = [[PENDING] * len(part) for part in parts]
+        async with asyncio.TaskGroup() as group:
+            receiving = [group.create_task(receive(*one)) for one in zip(parts, outcomes, strict=True)]
+        trouble = [failure for task in receiving if (failure := task.result()) is not None]
+        reasons = [reason for part in outcomes for reason in part]
         good = sum(len(job.into) for job, reason in zip(jobs, reasons, strict=True) if reason is None)
         seconds = self._clock() - began
         peer.blocks += sum(reason is None for reason in reasons)
         peer.nbytes += good
         peer.seconds += seconds
-        if not trouble:
+        if trouble:
+            self._failed(peer, trouble[0])
+        else:
             self._worked(peer)
         if observe is not None and good and firsts:
             observe(good, seconds, min(firsts) - began)
         return reasons
+
+    async def _exchange(
+        self,
+        workers: Workers,
+        turns: asyncio.Semaphore | None,
+        peer: _Peer,
+        deadline: float,
+        work: Callable[[Channel], T],
+    ) -> T:
+        """Has `work` done with a connection to a node. However this ends, the thread has let go of everything then."""
+        await self._resolve(peer, deadline)
+        using = _Using(self, peer, deadline)
+        begun = False
+
+        def run() -> T | CascadeError:
+            nonlocal begun
+            if self._clock() >= deadline:
+                return _Busy("peer: other fetches took all the time")
+            begun = True
+            try:
+                with using as channel:
+                    return work(channel)
+            except CascadeError as error:
+                # Not raised: nobody looks at it when the caller has given up.
+                return error
+
+        async def in_turn() -> T | CascadeError:
+            async with turns or contextlib.nullcontext():
+                return (await workers.run([run]))[0]
+
+        task = asyncio.create_task(in_turn())
+        try:
+            await asyncio.wait([task], timeout=max(0.0, deadline - self._clock()))
+        finally:
+            if not task.done():
+                using.cut()
+                task.cancel()
+                await outlast([task])
+            if using.info is not None:
+                self._met(using.info)
+        if task.cancelled():
+            raise TierUnavailable(f"peer: {PENDING}") if begun else _Busy("peer: other fetches took all the time")
+        result = task.result()
+        if isinstance(result, CascadeError):
+            raise result
+        return result
+
+    async def _resolve(self, peer: _Peer, deadline: float) -> None:
+        """A name's addresses are asked for here: the resolver has no deadline, and would hold a data thread."""
+        if peer.addresses and self._clock() - peer.resolved_at < RESOLVED_S:
+            return
+        host, port = peer.endpoint
+        try:
+            # Nothing is waited for where the host is a number.
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        except socket.gaierror:
+            try:
+                async with asyncio.timeout(max(0.0, deadline - self._clock())):
+                    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except TimeoutError:
+                raise TierUnavailable(f"peer: {host} was not resolved in time") from None
+            except OSError as error:
+                raise TierUnavailable(f"peer: {host}: {error.strerror or error}") from error
+        peer.addresses = [(family, address) for family, _, _, _, address in found]
+        peer.resolved_at = self._clock()
 
     def _receive(
         self, channel: Channel, boot: bytes, part: Sequence[Fetch], reasons: list[str | None], firsts: list[float]
@@ -223,19 +318,32 @@ class Peers:
             raise ProtocolError(f"peer: {said.name.lower()} is no answer")
         count = take(values, "count", int, lo=0, hi=len(part))
         firsts.append(self._clock())
-        for number, job in enumerate(part):
-            reasons[number] = self._receive_block(channel, job) if number < count else "not there"
+        reasons[count:] = ["not there"] * (len(part) - count)
+        for number, job in enumerate(part[:count]):
+            head = channel.read(value.HEADER_BYTES)
+            if head == value.VOID:
+                reasons[number:count] = [VOID] * (count - number)
+                break
+            reasons[number] = self._receive_block(channel, head, job)
+            if reasons[number] in OUT_OF_STEP:
+                # Its header may say any length: nothing behind it can be found.
+                raise TierUnavailable("peer: what came before was not what was asked for")
         said, values = channel.hear()
-        if said != Say.SENT or not take(values, "valid", bool):
-            reasons[:] = ["handed on at its source while it was sent"] * len(part)
+        if said != Say.SENT:
+            raise ProtocolError(f"peer: {said.name.lower()} in place of an answer's end")
+        if not take(values, "valid", bool):
+            # What proved true was read in time; the rest was overwritten on its way out.
+            reasons[:count] = [None if reason is None else VOID for reason in reasons[:count]]
 
-    def _receive_block(self, channel: Channel, job: Fetch) -> str | None:
-        """One block into its slot. CascadeError where what follows on the channel is not known any more."""
-        # A header that is not of this block may say any length: nothing behind it can be found.
-        header = value.parse(channel.read(value.HEADER_BYTES), job.name, len(job.into))
+    def _receive_block(self, channel: Channel, head: bytes, job: Fetch) -> str | None:
+        """One block into its slot. A reason of OUT_OF_STEP: its payload was not read."""
+        try:
+            header = value.parse(head, job.name, len(job.into))
+        except value.BadValue as error:
+            return str(error)
+        if header.codec == Codec.RAW and header.encoded_bytes != len(job.into):
+            return "another length"
         encoded = job.into if header.codec == Codec.RAW else memoryview(bytearray(header.encoded_bytes))
-        if len(encoded) != header.encoded_bytes:
-            raise value.BadValue("another length")
         channel.read_into(encoded)
         try:
             value.prove(header, encoded, self._secret)
@@ -255,19 +363,30 @@ class Peers:
             while len(self._peers) >= NODES:
                 _, old = self._peers.popitem(last=False)
                 with self._lock:
+                    old.forgotten = True
                     for _, channel in old.idle:
                         channel.close()
                         self._open.discard(channel)
-            peer = self._peers[key] = _Peer(endpoint, boot)
+            turns = asyncio.Semaphore(self._settings.threads), asyncio.Semaphore(ASKING_ONE)
+            peer = self._peers[key] = _Peer(endpoint, boot, *turns)
         self._peers.move_to_end(key)
         return peer
 
     def _require(self, peer: _Peer) -> None:
-        if peer.reason and self._clock() < peer.retry_at:
+        if not peer.reason:
+            return
+        now = self._clock()
+        if now < peer.retry_at:
             raise TierUnavailable(f"peer: {peer.endpoint} is left alone for a while: {peer.reason}")
+        # This caller tries it; the next one does so if it does not come back with an answer.
+        peer.retry_at = now + peer.pause
 
     def _failed(self, peer: _Peer, error: CascadeError) -> None:
         self.counters["failures"] += 1
+        if isinstance(error, _Busy):
+            return
+        if isinstance(error, Different):
+            self._met(error.info)
         text = str(error).removeprefix("peer: ")
         if not peer.reason:
             log.warning("peers: a node is left alone for a while node=%s reason=%s", peer.endpoint, text)
@@ -278,7 +397,7 @@ class Peers:
     def _worked(self, peer: _Peer) -> None:
         peer.reason, peer.pause = "", PAUSE_FIRST_S
 
-    def take_channel(self, peer: _Peer, deadline: float) -> Channel:
+    def take_channel(self, using: "_Using", peer: _Peer, deadline: float) -> Channel:
         """A connection to a node, of those that are idle or a new one; for one thread."""
         while True:
             with self._lock:
@@ -287,45 +406,62 @@ class Peers:
                 _, channel = peer.idle.pop()
             if not channel.closed and not channel.is_stale():
                 channel.until(deadline)
+                try:
+                    using.enter(channel)
+                except TierUnavailable:
+                    self.drop_channel(channel)
+                    raise
                 return channel
-            channel.close()
-            with self._lock:
-                self._open.discard(channel)
-        return self._connect(peer, deadline)
-
-    def _connect(self, peer: _Peer, deadline: float) -> Channel:
-        left = deadline - self._clock()
-        if left <= 0:
-            raise TierUnavailable("peer: no answer in time")
-        try:
-            sock = socket.create_connection(peer.endpoint, timeout=left)
-        except OSError as error:
-            raise TierUnavailable(f"peer: {error.strerror or error}") from error
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
-            if self._tls is not None:
-                sock = self._tls.wrap_socket(sock)
-        except (OSError, ssl.SSLError) as error:
-            sock.close()
-            raise TierUnavailable(f"peer: {error}") from error
-        channel = Channel(sock, self._secret)
-        with self._lock:
-            self._open.add(channel)
-        try:
-            channel.until(deadline)
-            info = channel.greet(self._me())
-            if info.boot != peer.boot:
-                raise Refused("peer: this node was started anew: what is known of it is out of date")
-        except BaseException:
             self.drop_channel(channel)
-            raise
-        peer.name = info.name
-        return channel
+        return self._connect(using, peer, deadline)
+
+    def _connect(self, using: "_Using", peer: _Peer, deadline: float) -> Channel:
+        trouble = TierUnavailable(f"peer: {peer.endpoint} has no address")
+        for family, address in peer.addresses:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
+                if self._tls is not None:
+                    sock = self._tls.wrap_socket(sock, do_handshake_on_connect=False)
+                channel = Channel(sock, self._secret)
+            except OSError as error:
+                sock.close()
+                raise TierUnavailable(f"peer: {error}") from error
+            with self._lock:
+                self._open.add(channel)
+            try:
+                channel.until(deadline)
+                using.enter(channel)
+                channel.connect(address)
+                channel.secure()
+                info = channel.greet(self._me())
+                if info.boot != peer.boot:
+                    raise Refused("peer: this node was started anew: what is known of it is out of date")
+            except TierUnavailable as error:
+                self.drop_channel(channel)
+                trouble = error
+                continue
+            except BaseException:
+                self.drop_channel(channel)
+                raise
+            peer.name = info.name
+            using.info = info
+            return channel
+        raise trouble
+
+    def enter(self, channel: Channel) -> None:
+        """TierUnavailable when all connections are being closed."""
+        with self._lock:
+            if self._closed:
+                raise TierUnavailable("peer: the daemon is ending")
 
     def give_back(self, peer: _Peer, channel: Channel) -> None:
         """The connection's last answer was read to its end."""
         with self._lock:
-            peer.idle.append((self._clock(), channel))
+            if not peer.forgotten and not self._closed:
+                peer.idle.append((self._clock(), channel))
+                return
+        self.drop_channel(channel)
 
     def drop_channel(self, channel: Channel) -> None:
         """The connection is of no use any more."""
@@ -352,19 +488,41 @@ class Peers:
 
 
 class _Using:
-    """A connection for one exchange: given back if that came to its end, closed if not."""
+    """A connection for one exchange: given back if that came to its end, closed if not. `cut` ends it from outside."""
 
     def __init__(self, peers: Peers, peer: _Peer, deadline: float) -> None:
         self._peers = peers
         self._peer = peer
-        self._channel = peers.take_channel(peer, deadline)
+        self._deadline = deadline
+        self.info: NodeInfo | None = None  # who it is, if this exchange began with a handshake
+        # Under the lock: `cut` is the loop's, the rest the thread's.
+        self._lock = Lock()
+        self._channel: Channel | None = None
+        self._cut = False
+
+    def enter(self, channel: Channel) -> None:
+        """From here on `cut` ends what waits on this connection."""
+        with self._lock:
+            if self._cut:
+                raise TierUnavailable(f"peer: {PENDING}")
+            self._channel = channel
+        self._peers.enter(channel)
+
+    def cut(self) -> None:
+        with self._lock:
+            self._cut = True
+            if self._channel is not None:
+                self._channel.break_off()
 
     def __enter__(self) -> Channel:
-        return self._channel
+        return self._peers.take_channel(self, self._peer, self._deadline)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        with self._lock:
+            channel, self._channel = self._channel, None
+        assert channel is not None
         # A refusal is an answer: the connection is in step.
-        if error is None or (isinstance(error, Refused) and not self._channel.closed):
-            self._peers.give_back(self._peer, self._channel)
+        if not self._cut and (error is None or (isinstance(error, Refused) and not channel.closed)):
+            self._peers.give_back(self._peer, channel)
         else:
-            self._peers.drop_channel(self._channel)
+            self._peers.drop_channel(channel)

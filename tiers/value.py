@@ -32,6 +32,8 @@ _FIELDS: Final = struct.Struct("<4sBBBBIII4x32s32s32sQ")
 _TAGGED: Final = _FIELDS.size  # what the tag covers of the header
 HEADER_BYTES: Final = _TAGGED + TAG_BYTES
 
+VOID: Final = bytes(HEADER_BYTES)  # in a header's place between peers: what stood there is gone
+
 assert _TAGGED == 128
 
 

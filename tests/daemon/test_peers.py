@@ -1,0 +1,400 @@
+"""Two nodes, bytes from one's slots into the other's: real sockets, real processes, a pattern in every byte."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from engines.peer_node import BLOCK, NAMESPACE, PeerNode, Pool, chain, jobs, node, pattern, serving
+from engines.proxy import Proxy
+
+from kvcascade.config.errors import CascadeError, Refused, TierUnavailable
+from kvcascade.config.settings import Endpoint, PeerSettings
+from kvcascade.daemon.peers import VOID, Peers
+from kvcascade.tiers.codec import Codec
+from kvcascade.tiers.remote import Secret
+
+pytestmark = pytest.mark.usefixtures("nothing_leaks")
+
+HASHES = chain(16)
+
+
+def ignore(info: object) -> None:
+    pass
+
+
+@asynccontextmanager
+async def asking(
+    secret: Secret | None = None, me: Any = None, met: Callable[[Any], None] = ignore, **settings: Any
+) -> AsyncIterator[Peers]:
+    """The side that fetches; when it has ended, no task of it is left."""
+    settings = {"deadline": 5.0, **settings}
+    mine = me or node("asking")
+    tasks = asyncio.all_tasks()
+    async with Peers(PeerSettings(**settings), secret or Secret(), lambda: mine, met=met) as one:
+        yield one
+    await until(lambda: asyncio.all_tasks() <= tasks)
+
+
+def intact(fetched: list[Any], reasons: list[str | None]) -> list[int]:
+    """The blocks that are said to be good. Each of them must be, in every byte."""
+    good = [number for number, reason in enumerate(reasons) if reason is None]
+    for number in good:
+        job = fetched[number]
+        assert job.into == pattern(job.name.block_hash, len(job.into)), f"block {number} holds other bytes"
+    return good
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        await asyncio.sleep(0.01)
+
+
+async def eventually_whole(peers: Peers, endpoint: Endpoint, boot: bytes) -> None:
+    """By itself, with nobody's help."""
+    end = time.monotonic() + 20
+    while True:
+        wanted = jobs(HASHES)
+        reasons = await peers.fetch(endpoint, boot, wanted, 5.0)
+        if len(intact(wanted, reasons)) == len(HASHES):
+            return
+        assert time.monotonic() < end, reasons
+        await asyncio.sleep(0.05)
+
+
+async def ask(peers: Peers, endpoint: Endpoint, boot: bytes, hashes: list[bytes] = HASHES, wait: float = 0.0) -> int:
+    return await peers.ask(endpoint, boot, NAMESPACE, 0, b"".join(hashes), wait=wait, timeout=10.0)
+
+
+# ---- what should work
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+@pytest.mark.parametrize("secret", [b"", b"a secret of the fleet"])
+async def test_blocks_come_from_the_pool_into_the_slots(codec: Codec, secret: bytes) -> None:
+    me, hashes, seen = node("source"), chain(12), []
+    async with (
+        serving(Pool(hashes, 256 << 10), me, Secret(secret), codec=codec) as server,
+        asking(Secret(secret)) as peers,
+    ):
+        assert await ask(peers, server.endpoint, me.boot, [*hashes, *chain(3, "other")]) == 12
+        wanted = jobs([*hashes, *chain(3, "other")], 256 << 10)
+        reasons = await peers.fetch(server.endpoint, me.boot, wanted, 5.0, observe=lambda *one: seen.append(one))
+        # The second of two connections begins behind the eighth block, and so has a prefix of its own.
+        assert intact(wanted, reasons) == list(range(12))
+        assert reasons[12:] == ["not there"] * 3
+        ((count, seconds, first),) = seen
+        assert count == 12 * (256 << 10)
+        assert 0 < first <= seconds
+        (peer,) = peers.status()
+        assert (peer["name"], peer["state"], peer["boot"]) == ("source", "ok", me.boot.hex())
+        assert (peer["fetched_blocks"], peer["fetched_bytes"]) == (12, count)
+        (caller,) = server.status()["callers"]
+        assert (caller["name"], caller["served_blocks"], caller["served_bytes"]) == ("asking", 12, count)
+
+
+async def test_many_requests_are_in_flight_at_once() -> None:
+    hashes = chain(64)
+    with PeerNode(hashes) as source:
+        async with asking(threads=4) as peers:
+
+            async def one(seed: int) -> None:
+                mine = random.Random(seed).choices(hashes, k=24)
+                assert await ask(peers, source.endpoint, source.boot, mine) == 24
+                wanted = jobs(mine)
+                assert intact(wanted, await peers.fetch(source.endpoint, source.boot, wanted, 20.0)) == list(range(24))
+
+            async with asyncio.TaskGroup() as group:
+                for seed in range(24):
+                    group.create_task(one(seed))
+            assert peers.status()[0]["fetched_blocks"] == 24 * 24
+
+
+async def test_blocks_that_are_still_being_stored_are_waited_for_and_no_longer_than_asked() -> None:
+    me, pool = node("source"), Pool(HASHES)
+    pool.coming.update(HASHES[5:])
+    async with serving(pool, me) as server, asking() as peers:
+        assert await ask(peers, server.endpoint, me.boot) == 5
+        waiting = asyncio.create_task(ask(peers, server.endpoint, me.boot, wait=20.0))
+        await until(lambda: pool.asked == 2)
+        # Who waits keeps nobody else waiting.
+        assert await ask(peers, server.endpoint, me.boot) == 5
+        pool.coming.clear()
+        assert await waiting == len(HASHES)
+        pool.coming.update(HASHES[5:])
+        assert await ask(peers, server.endpoint, me.boot, wait=0.2) == 5
+
+
+async def test_a_peer_answers_for_itself_alone() -> None:
+    """It is asked for what others have, and has nobody to ask (design, section 7)."""
+    me, pool = node("source"), Pool(HASHES[:4])
+    async with serving(pool, me) as server, asking() as peers:
+        wanted = jobs(HASHES)
+        reasons = await peers.fetch(server.endpoint, me.boot, wanted, 5.0)
+        assert intact(wanted, reasons) == [0, 1, 2, 3]
+        assert await ask(peers, server.endpoint, me.boot, chain(3, "foreign")) == 0
+
+
+# ---- slots that are handed on while they are sent (A13)
+
+
+async def test_a_slot_that_is_handed_on_before_it_is_read_is_a_miss() -> None:
+    me, pool = node("source"), Pool(HASHES)
+    pool.after_grant = [HASHES[0]]
+    async with serving(pool, me) as server, asking() as peers:
+        wanted = jobs(HASHES[:4])
+        assert await peers.fetch(server.endpoint, me.boot, wanted, 5.0) == [VOID] * 4
+        pool.after_grant = []
+        # The connection and the node are none the worse.
+        wanted = jobs(HASHES[1:4])
+        assert intact(wanted, await peers.fetch(server.endpoint, me.boot, wanted, 5.0)) == [0, 1, 2]
+        assert server.status()["counters"]["connections"] == 1
+        await until(lambda: len(pool.sent) == 2)
+        assert pool.sent == [False, True]
+
+
+@pytest.mark.parametrize("after", [0.05, 0.5, 1.0])
+async def test_a_slot_that_is_handed_on_in_the_middle_of_a_slow_transfer_is_a_miss(after: float) -> None:
+    # 16 blocks of 256 KiB at 4 MB/s take a second; the second half's slots become other blocks on the way.
+    hashes = chain(16)
+    me, pool = node("source"), Pool(hashes, 256 << 10)
+    async with serving(pool, me) as server, asking(deadline=20.0, threads=1) as peers:
+        with Proxy(server.endpoint.port) as proxy:
+            proxy.rate = 4_000_000
+            wanted = jobs(hashes, 256 << 10)
+            fetching = asyncio.create_task(peers.fetch(Endpoint("127.0.0.1", proxy.port), me.boot, wanted, 20.0))
+            await pool.granted.wait()
+            await asyncio.sleep(after)
+            for one in hashes[8:]:
+                pool.hand_on(one)
+            reasons = await fetching
+            good = intact(wanted, reasons)
+            # What lay in the socket's buffers by then was read in time.
+            assert good == list(range(len(good)))
+            assert set(reasons[len(good) :]) <= {VOID}
+
+
+# ---- nodes and networks in trouble
+
+
+async def trouble(peers: Peers, endpoint: Endpoint, boot: bytes, timeout: float = 1.0) -> list[str | None]:
+    wanted = jobs(HASHES, BLOCK)
+    reasons = await peers.fetch(endpoint, boot, wanted, timeout)
+    intact(wanted, reasons)
+    before = [bytes(job.into) for job in wanted]
+    await asyncio.sleep(0.05)
+    # Nobody writes any more: the memory is the caller's again.
+    assert [bytes(job.into) for job in wanted] == before
+    assert len(reasons) == len(HASHES)
+    return reasons
+
+
+async def test_a_killed_source_costs_misses_and_its_successor_is_another_one() -> None:  # H1
+    async with asking() as peers:
+        with PeerNode(HASHES) as source:
+            await eventually_whole(peers, source.endpoint, source.boot)
+            endpoint, boot = source.endpoint, source.boot
+            source.kill()
+            assert None not in await trouble(peers, endpoint, boot)
+            assert peers.status()[0]["state"] == "sick"
+            # Left alone: nothing is even tried.
+            assert "left alone" in str((await trouble(peers, endpoint, boot))[0])
+        with PeerNode(HASHES, port=endpoint.port) as successor:
+            await until(lambda: peers.status()[0]["state"] == "sick")
+            await eventually_whole(peers, successor.endpoint, successor.boot)
+            reasons: list[str | None] = [None]
+            for _ in range(100):
+                reasons = await trouble(peers, endpoint, boot)
+                if "started anew" in str(reasons[0]) and "left alone" not in str(reasons[0]):
+                    break
+                await asyncio.sleep(0.1)
+            assert set(reasons) == {"this node was started anew: what is known of it is out of date"}
+
+
+async def test_a_stopped_source_is_given_up_at_the_deadline_and_comes_back() -> None:
+    with PeerNode(HASHES) as source:
+        async with asking() as peers:
+            await eventually_whole(peers, source.endpoint, source.boot)
+            source.signal(signal.SIGSTOP)
+            assert set(await trouble(peers, source.endpoint, source.boot, 0.5)) == {"no answer in time"}
+            source.signal(signal.SIGCONT)
+            await eventually_whole(peers, source.endpoint, source.boot)
+
+
+Fault = Callable[[Proxy], None]
+
+
+def swallow(proxy: Proxy) -> None:
+    proxy.hole = True
+
+
+def refuse(proxy: Proxy) -> None:
+    proxy.refuse = True
+    proxy.reset()
+
+
+def slow(proxy: Proxy) -> None:
+    proxy.rate = 20_000
+
+
+def late(proxy: Proxy) -> None:
+    proxy.delay = 2.0
+
+
+@pytest.mark.parametrize("fault", [swallow, refuse, slow, late])
+async def test_a_bad_network_costs_misses_until_it_is_good_again(fault: Fault) -> None:
+    me = node("source")
+    async with serving(Pool(HASHES), me) as server, asking() as peers:
+        with Proxy(server.endpoint.port) as proxy:
+            endpoint = Endpoint("127.0.0.1", proxy.port)
+            await eventually_whole(peers, endpoint, me.boot)
+            fault(proxy)
+            reasons = await trouble(peers, endpoint, me.boot, 0.6)
+            assert None not in reasons[2:]
+            assert peers.status()[0]["reason"]
+            with pytest.raises(TierUnavailable, match="left alone"):
+                await ask(peers, endpoint, me.boot)
+            proxy.hole = proxy.refuse = False
+            proxy.rate, proxy.delay = 0, 0.0
+            proxy.reset()
+            await eventually_whole(peers, endpoint, me.boot)
+            assert peers.status()[0]["state"] == "ok"
+
+
+@pytest.mark.parametrize("end", ["reset", "half_close"])
+async def test_a_connection_that_ends_in_the_middle_keeps_what_came_whole(end: str) -> None:
+    me = node("source")
+    async with serving(Pool(HASHES, 256 << 10), me) as server, asking(threads=1) as peers:
+        with Proxy(server.endpoint.port) as proxy:
+            proxy.rate = 4_000_000
+            wanted = jobs(HASHES, 256 << 10)
+            fetching = asyncio.create_task(peers.fetch(Endpoint("127.0.0.1", proxy.port), me.boot, wanted, 5.0))
+            await asyncio.sleep(0.5)
+            getattr(proxy, end)()
+            reasons = await fetching
+            good = intact(wanted, reasons)
+            assert good == list(range(len(good)))
+            assert len(good) < len(HASHES)
+            assert all(reasons[len(good) :])
+
+
+@pytest.mark.parametrize(
+    "cut", [1, 9, 10, 100, 200, 300, 400, 500, 700, 4096, BLOCK, BLOCK + 700, 5 * BLOCK, 15 * BLOCK]
+)
+async def test_an_answer_that_is_cut_anywhere_is_good_up_to_there(cut: int) -> None:
+    me = node("source")
+    async with serving(Pool(HASHES), me) as server, asking(threads=1) as peers:
+        with Proxy(server.endpoint.port) as proxy:
+            proxy.cut_after = cut
+            wanted = jobs(HASHES)
+            reasons = await peers.fetch(Endpoint("127.0.0.1", proxy.port), me.boot, wanted, 5.0)
+            good = intact(wanted, reasons)
+            assert good == list(range(len(good)))
+            assert len(good) <= cut // BLOCK
+            assert all(reasons[len(good) :])
+            await eventually_whole(peers, Endpoint("127.0.0.1", proxy.port), me.boot)
+
+
+async def test_a_node_that_hangs_keeps_no_thread_from_the_others() -> None:
+    me = node("source")
+    async with serving(Pool(HASHES), me) as server, asking(deadline=30.0) as peers:
+        with Proxy(server.endpoint.port) as proxy:
+            proxy.hole = True
+            hole = Endpoint("127.0.0.1", proxy.port)
+            hung: list[asyncio.Task[Any]] = [
+                *(asyncio.create_task(peers.fetch(hole, me.boot, jobs(HASHES), 30.0)) for _ in range(20)),
+                *(asyncio.create_task(ask(peers, hole, me.boot)) for _ in range(40)),
+            ]
+            await until(lambda: proxy.connections >= 6)
+            await eventually_whole(peers, server.endpoint, me.boot)
+            assert await ask(peers, server.endpoint, me.boot) == len(HASHES)
+            assert not any(one.done() for one in hung)
+            for one in hung:
+                one.cancel()
+            await asyncio.wait(hung)
+            # Nobody is blamed for what we gave up ourselves.
+            assert all(peer["state"] == "ok" for peer in peers.status())
+
+
+@pytest.mark.parametrize("after", [0.0, 0.001, 0.01, 0.05, 0.1, 0.2])
+async def test_a_cancelled_fetch_lets_go_of_the_memory_at_once(after: float) -> None:
+    me = node("source")
+    async with serving(Pool(HASHES), me) as server, asking(deadline=30.0) as peers:
+        with Proxy(server.endpoint.port) as proxy:
+            proxy.rate = 2_000_000
+            endpoint = Endpoint("127.0.0.1", proxy.port)
+            wanted = jobs(HASHES)
+            fetching = asyncio.create_task(peers.fetch(endpoint, me.boot, wanted, 30.0))
+            await asyncio.sleep(after)
+            fetching.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await fetching
+            before = [bytes(job.into) for job in wanted]
+            await asyncio.sleep(0.1)
+            assert [bytes(job.into) for job in wanted] == before
+            proxy.rate = 0
+            await eventually_whole(peers, endpoint, me.boot)
+
+
+async def test_closing_ends_what_is_under_way_on_both_sides() -> None:
+    me = node("source")
+    pool = Pool(HASHES)
+    pool.coming.update(HASHES)
+    async with serving(pool, me) as server:
+        async with asking(deadline=30.0) as peers:
+            waiting = asyncio.create_task(ask(peers, server.endpoint, me.boot, wait=30.0))
+            await until(lambda: pool.asked)
+        with pytest.raises(CascadeError):
+            await waiting
+
+
+async def test_a_server_stops_and_starts_again_at_its_address() -> None:
+    me = node("source")
+    async with serving(Pool(HASHES), me) as server, asking() as peers:
+        endpoint = server.endpoint
+        await eventually_whole(peers, endpoint, me.boot)
+        await server.stop()
+        await server.stop()
+        assert None not in await trouble(peers, endpoint, me.boot)
+        server.start()
+        assert server.endpoint == endpoint
+        await eventually_whole(peers, endpoint, me.boot)
+
+
+async def test_the_cap_on_bandwidth_holds_for_all_connections_together() -> None:
+    hashes = chain(24)
+    me = node("source")
+    async with serving(Pool(hashes, 256 << 10), me, bandwidth=4 << 20) as server, asking(deadline=30.0) as peers:
+        wanted = jobs(hashes, 256 << 10)
+        began = time.monotonic()
+        assert intact(wanted, await peers.fetch(server.endpoint, me.boot, wanted, 30.0)) == list(range(24))
+        # Six MiB at four a second. A slow machine can only take longer; the last piece is not paid for in advance.
+        assert time.monotonic() - began >= (24 - 2) * (256 << 10) / (4 << 20)
+
+
+async def test_a_name_that_has_no_address_is_a_reason() -> None:
+    async with asking() as peers:
+        reasons = await peers.fetch(Endpoint("no-such-node.invalid", 7400), os.urandom(16), jobs(HASHES), 5.0)
+        assert all("no-such-node.invalid" in str(reason) for reason in reasons)
+
+
+async def test_a_node_is_reached_by_its_name() -> None:
+    me = node("source")
+    async with serving(Pool(HASHES), me) as server, asking() as peers:
+        await eventually_whole(peers, Endpoint("localhost", server.endpoint.port), me.boot)
+
+
+async def test_a_refusal_is_an_answer() -> None:
+    me = node("source")
+    async with serving(Pool(HASHES), me) as server, asking() as peers:
+        with pytest.raises(Refused, match="namespace"):
+            await peers.ask(server.endpoint, me.boot, b"short", 0, b"", wait=0.0, timeout=5.0)
+        await eventually_whole(peers, server.endpoint, me.boot)
+        assert server.status()["counters"]["connections"] <= 2
