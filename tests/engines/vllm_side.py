@@ -401,6 +401,36 @@ class Lab:
         pool = self.scheduler.kv_cache_manager.block_pool
         return sum(block.ref_cnt > 0 for block in pool.blocks if block is not pool.null_block)
 
+    def idle_step_seconds(self, requests: int, steps: int) -> list[float]:
+        """What the connector takes of the scheduling thread in steps in which it has nothing to do: all decode."""
+        scheduler, _ = self._ours
+        spent = 0.0
+
+        def measured(method: Any) -> Any:
+            def call(*arguments: Any) -> Any:
+                nonlocal spent
+                began = time.perf_counter()
+                try:
+                    return method(*arguments)
+                finally:
+                    spent += time.perf_counter() - began
+
+            return call
+
+        for number in range(requests):
+            self.add(f"decodes {number}", [number * 7 + i for i in range(3)], BLOCK_TOKENS * 2)
+        self.step()
+        names = ("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta",
+                 "update_connector_output", "get_kv_connector_stats", "take_events")  # fmt: skip
+        for name in names:
+            setattr(scheduler, name, measured(getattr(scheduler, name)))
+        found = []
+        for _ in range(steps):
+            spent = 0.0
+            self.step()
+            found.append(spent)
+        return found
+
     # ---- what is slow
 
     @property
@@ -514,6 +544,13 @@ class Real:
              "reason": one.outputs[0].finish_reason}
             for one in found
         ]  # fmt: skip
+
+    def timed(self, prompts: list[list[int]], count: int = 1) -> dict[str, Any]:
+        """As `generate`, all at once, with the seconds that it took."""
+        began = time.perf_counter()
+        found = self.generate(prompts, count)
+        seconds = time.perf_counter() - began
+        return {"seconds": seconds, "cached": [one["cached"] for one in found], "tokens": [f["tokens"] for f in found]}
 
     def reset(self, connector: bool = False) -> bool:
         """Forget the engine's own prefix cache, and so have it ask ours."""
