@@ -1,6 +1,6 @@
 """One connection to a Redis, owned by one thread, and where the keys of a Redis lie.
 
-redis-py makes the connection: addresses, TLS, login, Sentinel's word, the slot table of a cluster. After that the
+redis-py makes the connection: addresses, TLS, Sentinel's word, the slot table of a cluster. After that the
 socket is ours: commands are packed by hand, and payloads go straight between it and the caller's memory (3-4 times the
 speed of redis-py's own replies for 2 MiB values). A connection on which anything went wrong is closed, never used
 again: a reply that was not read would be taken for the answer to a later question.
@@ -59,8 +59,8 @@ class Wire:
     Any error but RedisSaysNo leaves it closed. For one thread, but for `cut`.
     """
 
-    def __init__(self, connection: AbstractConnection) -> None:
-        """TierUnavailable when Redis cannot be reached or does not let us in."""
+    def __init__(self, connection: AbstractConnection, timeout: float) -> None:
+        """TierUnavailable when Redis cannot be reached or does not let us in; the login has `timeout` seconds."""
         self._connection = connection
         try:
             connection.connect()  # type: ignore[no-untyped-call]
@@ -79,6 +79,24 @@ class Wire:
         self._closing = Lock()  # over the end of the descriptor that `cut` names
         self.closed = False
         self.stale = False  # set by any thread: the next call goes over another connection
+        self._log_in(cast(Any, connection), time.monotonic() + timeout)
+
+    def _log_in(self, connection: Any, deadline: float) -> None:
+        """In one trip and by one deadline: redis-py gives each of its questions the whole time again."""
+        self.until(deadline)
+        asked = []
+        if connection.password is not None:
+            user = [connection.username.encode()] if connection.username else []
+            asked.append(command(b"AUTH", *user, connection.password.encode()))
+        if connection.db:
+            asked.append(command(b"SELECT", b"%d" % connection.db))
+        try:
+            self.send(asked)
+            for _ in asked:
+                self.reply()
+        except RedisSaysNo as error:
+            self.close()
+            raise TierUnavailable(f"redis: login: {error.code} {error.rest}") from error
 
     def close(self) -> None:
         """Idempotent."""
@@ -282,8 +300,7 @@ class Topology:
             "socket_connect_timeout": settings.connect_timeout,
             "socket_timeout": settings.connect_timeout,
             "retry": Retry(NoBackoff(), 0),
-            "driver_info": None,  # two questions less for each connection
-            "protocol": 2,  # nothing comes that was not asked for
+            "redis_connect_func": lambda _: None,  # the login is Wire's
         }
         if self.scheme == "rediss":
             files = {"tls_ca": settings.tls_ca, "tls_cert": settings.tls_cert, "tls_key": settings.tls_key}
@@ -322,7 +339,8 @@ class Topology:
 
     def connect(self, node: Node, timeout: float) -> Wire:
         """A new connection to a node. Blocking. TierUnavailable."""
-        return Wire(self._connection(node, max(0.001, min(timeout, self._settings.connect_timeout))))
+        limit = max(0.001, min(timeout, self._settings.connect_timeout))
+        return Wire(self._connection(node, limit), limit)
 
     def _connection(self, node: Node, timeout: float) -> AbstractConnection:
         db = parse_qs(self.url.query).get("db", [""])[0]
@@ -417,7 +435,8 @@ class Cluster(Topology):
         raise TierUnavailable(f"redis: {trouble}")
 
     def _ask(self, host: str, port: int) -> dict[int, Node]:
-        options = {name: value for name, value in self._options.items() if value is not None}
+        options = {name: value for name, value in self._options.items() if value is not None} | {"protocol": 2}
+        del options["redis_connect_func"]
         if self.scheme == "rediss":
             options["ssl"] = True
         cluster = RedisCluster(
