@@ -45,7 +45,10 @@ Observe = Callable[[int, float, float], None]
 PROBE_S: Final = 2.0  # how often Redis is asked how it is
 PAUSE_FIRST_S: Final = 0.5  # before a probe after a failure, doubling
 PAUSE_LAST_S: Final = 30.0
-PIPELINE: Final = 32  # payloads asked for at once on one connection
+# On one connection so many blocks are asked for at once, and so many bytes: Redis answers from memory that it takes for
+# this, and with 32 blocks of 2 MiB spends more on that than on sending (1.3 GB/s; 4.0 with two).
+PIPELINE: Final = 64
+PIPELINE_BYTES: Final = 4 << 20
 SMALL_PIPELINE: Final = 1024
 GRACE_S: Final = 0.1  # beyond its deadline, for a thread to say so itself
 ENDS_S: Final = 1.0  # beyond its deadlines, for the threads to end
@@ -283,6 +286,10 @@ class RedisTier:
     def key_of(self, name: BlockName) -> bytes:
         """The key of a block's value."""
         return self._prefix + b":b:" + self._secret.name_of(name)
+
+    def _keys_of(self, names: Iterable[BlockName]) -> list[bytes]:
+        head = self._prefix + b":b:"
+        return [head + name for name in self._secret.names_of_blocks(names)]
 
     async def present(self, names: Sequence[BlockName], timeout: float) -> int:
         """How many leading ones of these blocks Redis has. TierUnavailable when that cannot be told."""
@@ -561,7 +568,7 @@ class RedisTier:
                             except RedisSaysNo as no:
                                 replies[number] = no
                             done += 1
-                            course.answers += 1
+                        course.answers += done - start
                     except TierUnavailable as error:
                         lost(node, error, places[node][done:])
         except BaseException:
@@ -616,8 +623,10 @@ class RedisTier:
                         wire.stale = True
 
     def _exists(self, names: Sequence[BlockName], course: _Course) -> list[Any]:
-        keys = [self.key_of(name) for name in names]
-        return self._ask([(key, command(b"EXISTS", key)) for key in keys], course)
+        # All keys are as long as each other: of a command only they differ.
+        keys = self._keys_of(names)
+        head = command(b"EXISTS", keys[0])[: -len(keys[0]) - 2] if keys else b""
+        return self._ask([(key, b"%b%b\r\n" % (head, key)) for key in keys], course)
 
     def _read(self, keys: Sequence[bytes], course: _Course) -> list[Any]:
         if self._topology.is_cluster or not keys:
@@ -637,6 +646,7 @@ class RedisTier:
         course: _Course,
         send: Callable[[Wire, Sequence[int]], None],
         hear: Callable[[Wire, int], str | None],
+        window: int,
     ) -> None:
         """Payloads: `send` asks for jobs, or sends them; `hear` gives each one's reason. Follows a cluster's moves."""
         for _ in range(REDIRECTIONS):
@@ -644,7 +654,7 @@ class RedisTier:
             for number in set(numbers).difference(*places.values()):
                 reasons[number] = nowhere.removeprefix("redis: ")
             for node, mine in places.items():
-                self._carry_one(node, mine, reasons, course, send, hear)
+                self._carry_one(node, mine, reasons, course, send, hear, window)
             moved = []
             for number in numbers:
                 code, _, rest = (reasons[number] or "").partition(" ")
@@ -655,7 +665,7 @@ class RedisTier:
                 if code == "MOVED" and self._moved(keys[number], no):
                     moved.append(number)
                 elif code == "ASK" and (other := _address(no)) is not None:
-                    self._carry_one(other, [number], reasons, course, send, hear, asking=no)
+                    self._carry_one(other, [number], reasons, course, send, hear, window, asking=no)
             if not moved:
                 return
             numbers = moved
@@ -668,6 +678,7 @@ class RedisTier:
         course: _Course,
         send: Callable[[Wire, Sequence[int]], None],
         hear: Callable[[Wire, int], str | None],
+        window: int,
         asking: RedisSaysNo | None = None,
     ) -> None:
         rest = deque(mine)
@@ -677,15 +688,16 @@ class RedisTier:
                 course.connecting = node
                 wire = self._wire(node, course.deadline) if asking is None else self._asking(asking, course)
                 course.begin(wire)
+                unheard = 0  # of those at the head of `rest`, which were sent
                 while rest:
-                    some = list(islice(rest, PIPELINE))
-                    send(wire, some)
-                    for number in some:
-                        reasons[number] = hear(wire, number)
-                        course.answers += 1
-                        rest.popleft()
-                        if wire.closed:
-                            break
+                    if unheard <= window // 2:
+                        some = list(islice(rest, unheard, window))
+                        send(wire, some)
+                        unheard += len(some)
+                    reasons[rest[0]] = hear(wire, rest[0])
+                    course.answers += 1
+                    unheard -= 1
+                    rest.popleft()
                     if wire.closed:
                         break
             except TierUnavailable as error:
@@ -704,12 +716,15 @@ class RedisTier:
                     course.end(wire)
 
     def _get(self, jobs: Sequence[Fetch], numbers: Sequence[int], reasons: list[str | None], course: _Course) -> None:
-        keys = {number: self.key_of(jobs[number].name) for number in numbers}
+        keys = dict(zip(numbers, self._keys_of(jobs[number].name for number in numbers), strict=True))
 
         def send(wire: Wire, some: Sequence[int]) -> None:
             wire.send([b"".join(command(b"GET", keys[number]) for number in some)])
 
-        self._carry(keys, numbers, reasons, course, send, lambda wire, n: self._receive(wire, jobs[n], course.firsts))
+        def hear(wire: Wire, number: int) -> str | None:
+            return self._receive(wire, jobs[number], course.firsts)
+
+        self._carry(keys, numbers, reasons, course, send, hear, _window(len(jobs[numbers[0]].into)))
 
     def _receive(self, wire: Wire, job: Fetch, firsts: list[float]) -> str | None:
         """One value from the wire into its slot. The wire is in step then, or closed if the value is too long."""
@@ -758,14 +773,15 @@ class RedisTier:
         reasons: list[str | None],
         course: _Course,
     ) -> None:
-        keys = {number: self.key_of(jobs[number].name) for number in numbers}
+        keys = dict(zip(numbers, self._keys_of(jobs[number].name for number in numbers), strict=True))
         ttl = b"%d" % int(self._settings.ttl * 1000)
 
         def send(wire: Wire, some: Sequence[int]) -> None:
             for number in some:
                 wire.send(self._packed(keys[number], jobs[number], codec, ttl))
 
-        self._carry(keys, numbers, reasons, course, send, lambda wire, _: self._taken(wire))
+        window = _window(len(jobs[numbers[0]].payload))
+        self._carry(keys, numbers, reasons, course, send, lambda wire, _: self._taken(wire), window)
         self._note_refusals((reasons[number] or "").partition(" ")[0] for number in numbers)
 
     def _packed(self, key: bytes, job: Send, codec: Codec, ttl: bytes) -> list[bytes | memoryview]:
@@ -799,3 +815,8 @@ def _address(error: RedisSaysNo) -> Node | None:
     """The node that a redirection names."""
     host, _, port = error.rest.rpartition(" ")[2].rpartition(":")
     return (host, int(port)) if host and port.isdigit() and len(port) < 6 else None
+
+
+def _window(size: int) -> int:
+    """How many blocks of this size are asked for at once."""
+    return max(2, min(PIPELINE, PIPELINE_BYTES // max(1, size)))

@@ -123,6 +123,21 @@ class Secret:
             names.append(keyed.digest())
         return names
 
+    def names_of_blocks(self, names: Iterable[BlockName]) -> list[bytes]:
+        """As `name_of` of each, in half the time where they are of one namespace."""
+        begun: dict[tuple[bytes, int], blake2b] = {}
+        found = []
+        for name in names:
+            space = name.namespace, name.group
+            keyed = begun.get(space)
+            if keyed is None:
+                keyed = begun[space] = blake2b(name.namespace, key=self._keys["names"], digest_size=NAME_BYTES)
+                keyed.update(name.group.to_bytes(4, "little"))
+            keyed = keyed.copy()
+            keyed.update(name.block_hash)
+            found.append(keyed.digest())
+        return found
+
     def tag(self, use: str, *parts: bytes | memoryview) -> bytes:
         """A tag over the parts, 32 bytes; lengths are part of it. Releases the GIL over large parts (1 s a GB)."""
         keyed = blake2b(key=self._keys[use], digest_size=TAG_BYTES)
