@@ -190,11 +190,14 @@ class Fleet:
             task.cancel()
         await asyncio.wait(tasks)
         self._tasks.clear()
-        if self._recorded and not self.taken_by:
-            with suppress(CascadeError):
-                # No record is better than one that runs out: others stop asking at once.
-                await self._erase([self._node_key(self.me.name), b"boot:" + self.me.boot])
-            self._recorded = False
+        self._recorded = False
+        keys = [self._node_key(self.me.name), b"boot:" + self.me.boot]
+        with suppress(CascadeError):  # they run out by themselves
+            # No record is better than one that runs out: others stop asking at once. A namesake's is left alone.
+            there = await self._store.read(keys, self._timeout)
+            ours = [key for key, record in zip(keys, there, strict=True) if record == self._me_packed]
+            if ours:
+                await self._erase(ours)
 
     async def _erase(self, keys: Sequence[bytes]) -> None:
         await self._store.write([(key, b"") for key in keys], ERASE_S, self._timeout)

@@ -10,6 +10,7 @@ entries are hints, and the node that follows one is told exactly what is here.
 
 import asyncio
 import logging
+import random
 import time
 from collections import Counter, deque
 from contextlib import suppress
@@ -41,6 +42,7 @@ RENEW_BLOCKS = 4096  # of one lookup at most
 IDLE_S = 1.0  # how often blocks that are about to be evicted are looked for
 ANNOUNCE_PAUSE_S = 0.01  # between the pieces of what is named after a start
 ANNOUNCE_PIECE = 1024
+AGAIN_S = 5.0
 
 
 class Sharing:
@@ -66,6 +68,7 @@ class Sharing:
         self._idle.set()
         self._tasks: list[asyncio.Task[None]] = []
         self._renewals: set[asyncio.Task[None]] = set()
+        self._announcing: asyncio.Task[None] | None = None
         self._paused = False
         self.counters: Counter[str] = Counter()
 
@@ -77,13 +80,16 @@ class Sharing:
             if self._settings.write_policy == "on-evict":
                 self._tasks.append(asyncio.create_task(self._watch_dram(), name="share before eviction"))
         if self._fleet is not None:
-            self._tasks.append(asyncio.create_task(self._announce_recovered(), name="announce"))
+            self._fleet.forgotten = self._announce_again
+            self._announcing = asyncio.create_task(self._announce_all(0.0), name="announce")
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._cache.became_ready = lambda reservation, entries: None
         self._cache.was_used = lambda space, rows: None
-        tasks = [*self._tasks, *self._renewals]
+        if self._fleet is not None:
+            self._fleet.forgotten = lambda: None
+        tasks = [*self._tasks, *self._renewals, *filter(None, [self._announcing])]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -170,8 +176,15 @@ class Sharing:
         keys = self._cache.residency.index.key[rows]
         self._fleet.announce(space.fingerprint, space.group, [key.tobytes()[: space.width] for key in keys])
 
-    async def _announce_recovered(self) -> None:
-        """Names what the node held when it started: entries of an earlier boot are void."""
+    def _announce_again(self) -> None:
+        """Redis has lost the directory. All nodes notice within seconds; they need not all write at once."""
+        if self._announcing is None or self._announcing.done():
+            delay = random.uniform(0, AGAIN_S)
+            self._announcing = asyncio.create_task(self._announce_all(delay), name="announce again")
+
+    async def _announce_all(self, delay: float) -> None:
+        """Names all that the node holds: at its start, because entries of an earlier boot are void."""
+        await asyncio.sleep(delay)
         index = self._cache.residency.index
         rows = index.rows()
         depths = index.depth(rows)

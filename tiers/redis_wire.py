@@ -40,6 +40,7 @@ MAX_LINE: Final = 4096
 MAX_ITEMS: Final = 1 << 17  # of a list in a reply
 MAX_DEPTH: Final = 4
 MAX_SMALL: Final = 1 << 20  # a reply that is no block
+MAX_VALUE: Final = 512 << 20  # Redis' own limit
 IOV_MAX: Final = 512
 DEFAULT_PORT: Final = 6379
 SENTINEL_PORT: Final = 26379
@@ -166,8 +167,13 @@ class Wire:
             size = self._number(rest)
             if size == -1:
                 return None
-            if not 0 <= size <= MAX_SMALL:
+            if not 0 <= size <= MAX_VALUE:
                 self._fail(OSError("a reply of a size that cannot be"))
+            if size > MAX_SMALL:
+                # Somebody's value at one of our keys must not make the others unreadable.
+                self.skip(size)
+                self.end_of_value()
+                raise RedisSaysNo(f"WRONGTYPE a value of {size} bytes is none of ours")
             data = bytearray(size)
             self.read_into(memoryview(data))
             self.end_of_value()

@@ -107,6 +107,18 @@ def test_a_prefix_on_another_nodes_disk_is_fetched_from_there(
     assert fetch(start_engine(b), tokens)["loaded"] == BLOCKS
 
 
+def test_what_redis_has_lost_of_the_directory_comes_back(
+    start_daemon: Start, start_engine: Start, redis: RedisServer
+) -> None:
+    a = node(start_daemon, redis, "a", redis_store="directory")
+    tokens = prompt("one", BLOCKS)
+    stored(a, start_engine(a), tokens, where="directory")
+    redis.client().flushall()
+    eventually(lambda: len(list(redis.client().scan_iter("kvcascade:d:*"))) >= BLOCKS // 16, 60)
+    b = node(start_daemon, redis, "b", redis_store="directory")
+    assert fetch(start_engine(b), tokens)["loaded"] == BLOCKS
+
+
 def test_part_of_a_prefix_is_here_and_the_rest_elsewhere(
     start_daemon: Start, start_engine: Start, redis: RedisServer
 ) -> None:
