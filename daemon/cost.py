@@ -12,13 +12,16 @@ Later tokens of a prompt cost more to compute than earlier ones (attention looks
 is learned from whole prompts averages over that. For the tail, which is what is fetched, it errs towards recomputing.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 WEIGHT: Final = 0.25  # of the newest observation
 FIRST_LATENCY: Final = 1e-3  # s
 FIRST_BANDWIDTH: Final = 500e6  # bytes/s
+TOGETHER: Final = 16  # transfers that are looked back at for such as ran at the same time
 SMALL: Final = 1 << 16  # transfers below this say something of latency and nothing of bandwidth
 
 
@@ -30,14 +33,28 @@ class Link:
     bandwidth: float = FIRST_BANDWIDTH
     observed: int = 0
     queued: int = 0  # bytes that are asked for and have not come
+    clock: Callable[[], float] = time.monotonic
+    _ended: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=TOGETHER))  # begin, end, bytes
 
     def observe(self, nbytes: int, seconds: float, first_byte: float) -> None:
-        """`nbytes` came in `seconds`, the first of them after `first_byte` seconds."""
+        """`nbytes` have come, in `seconds` from asking to now, the first of them after `first_byte` seconds.
+
+        Transfers that run together share the link: what others brought meanwhile is added to this one's bytes, and the
+        wait behind them is no latency.
+        """
+        now = self.clock()
+        asked, begin = now - seconds, now - (seconds - first_byte)
         weight = WEIGHT if self.observed else 1.0
-        self.latency += weight * (max(0.0, first_byte) - self.latency)
+        alone = all(end <= asked for _, end, _ in self._ended)
+        if alone or first_byte < self.latency:
+            self.latency += weight * (max(0.0, first_byte) - self.latency)
         if nbytes >= SMALL and seconds > first_byte:
-            self.bandwidth += weight * (nbytes / (seconds - first_byte) - self.bandwidth)
+            meanwhile = sum(
+                more * (end - max(begin, began)) / (end - began) for began, end, more in self._ended if end > begin
+            )
+            self.bandwidth += weight * ((nbytes + meanwhile) / (seconds - first_byte) - self.bandwidth)
             self.observed += 1
+            self._ended.append((begin, now, nbytes))
 
     def estimate(self, nbytes: int) -> float:
         """Seconds until `nbytes` that are asked for now have come."""

@@ -72,16 +72,41 @@ def test_the_operator_may_always_or_never_fetch() -> None:
 
 
 def test_speeds_are_learned_and_follow_what_changes() -> None:
-    one = Link()
+    now = 0.0
+    one = Link(clock=lambda: now)
     one.observe(10**8, 1.01, 0.01)
     assert (one.latency, one.bandwidth) == (pytest.approx(0.01), pytest.approx(1e8))
     for _ in range(20):
+        now += 2.0
         one.observe(10**7, 1.2, 0.2)
     assert (one.latency, one.bandwidth) == (pytest.approx(0.2, rel=0.05), pytest.approx(1e7, rel=0.05))
     engine = Prefill()
     assert engine.estimate(100) is None
     engine.observe(1000, 2.0)
     assert engine.estimate(100) == pytest.approx(0.2)
+
+
+def test_transfers_that_run_together_share_the_link() -> None:
+    """Four batches of 10 MB at 100 MB/s, each of which takes four times as long as it would alone."""
+    now = 0.0
+    one = Link(clock=lambda: now)
+    for _ in range(10):
+        now += 10.0  # idle in between
+        for number in range(4):
+            now += 0.41 if number == 0 else 0.0
+            one.observe(10**7, 0.41, 0.01)
+    assert 0.5e8 < one.bandwidth < 1.1e8
+    assert one.latency == pytest.approx(0.01)
+
+
+def test_the_wait_behind_other_transfers_is_no_latency() -> None:
+    now = 0.0
+    one = Link(clock=lambda: now)
+    for number in range(20):
+        now = 0.01 + 0.1 * (number + 1)
+        one.observe(10**7, now, 0.01 + 0.1 * number)  # all asked for at once, one after the other
+    assert one.latency == pytest.approx(0.01)
+    assert one.bandwidth == pytest.approx(1e8)
 
 
 def test_a_small_transfer_says_nothing_of_bandwidth() -> None:
