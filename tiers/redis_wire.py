@@ -154,7 +154,10 @@ class Wire:
             return self._sock.send(views[0])
 
     def reply(self, depth: int = 0) -> Any:
-        """One small reply: an int, bytes, None, text, or a list of these. RedisSaysNo for an error."""
+        """One small reply: an int, bytes, None, text, or a list of these. RedisSaysNo for an error.
+
+        Bytes that are longer than anything small of ours are read past, and are None.
+        """
         line = self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"+":
