@@ -12,7 +12,8 @@ hangs elsewhere, where names of hosts are looked up, say, has not got hold of it
 One node of a cluster that is away is left alone by itself: what the others have is served on.
 
 Whatever is read proves itself (value.py): without the fleet's secret a writer of Redis can cause misses, and make up
-blocks for hashes that it knows; with it, misses.
+blocks for hashes that it knows; with it, misses. A reader of Redis who guesses a prompt can find it there without the
+secret; with it neither keys nor headers tell. Payloads are not encrypted: who runs the model too can know KV again.
 """
 
 import asyncio
@@ -361,9 +362,15 @@ class RedisTier:
     async def enlist(self, key: bytes, member: bytes, keep: float, timeout: float) -> list[bytes]:
         """Adds a member to a roll, from which those go that were not added for `keep` seconds; all its members.
 
-        At most MOST_MEMBERS, those that were added last. TierUnavailable.
+        At most MOST_MEMBERS, those that were added last. The time is Redis's own: a node whose clock has jumped would
+        strike all others off. TierUnavailable.
         """
-        whole, now = self._prefix + b":" + key, time.time()
+        whole = self._prefix + b":" + key
+        (told,) = await self._run_small(lambda course: self._ask([(whole, command(b"TIME"))], course), timeout)
+        _all_good([told])
+        if not isinstance(told, list) or not told or not isinstance(told[0], bytes) or not told[0].isdigit():
+            raise TierUnavailable("redis: not the Redis protocol")
+        now = int(told[0])
         commands = [
             (whole, command(b"ZADD", whole, b"%d" % now, member)),
             (whole, command(b"ZREMRANGEBYSCORE", whole, b"-inf", b"%d" % (now - keep))),
@@ -742,7 +749,7 @@ class RedisTier:
             head = memoryview(bytearray(value.HEADER_BYTES))
             wire.read_into(head)
             left -= len(head)
-            header = value.parse(head, job.name, len(job.into))
+            header = value.parse(value.veiled(head, job.name, self._secret), job.name, len(job.into))
             if left != header.encoded_bytes:
                 raise value.BadValue("another length")
             encoded = job.into if header.codec == Codec.RAW else memoryview(bytearray(left))
@@ -789,6 +796,7 @@ class RedisTier:
         header = value.pack(
             job.name, job.parent, job.payload, parts, codec=used, element=job.element, secret=self._secret
         )
+        header = value.veiled(header, job.name, self._secret)
         size = len(header) + sum(map(len, parts))
         begin = b"*5\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(key), key, size)
         return [begin + header, *parts, b"\r\n$2\r\nPX\r\n$%d\r\n%s\r\n" % (len(ttl), ttl)]

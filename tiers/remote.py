@@ -84,7 +84,7 @@ class Secret:
     def __init__(self, secret: bytes = b"") -> None:
         self.shared = bool(secret)
         root = blake2b(secret, digest_size=32, person=b"kvcascade-root").digest()
-        uses = ("names", "values", "peers", "nodes")
+        uses = ("names", "values", "veils", "peers", "nodes")
         self._keys = {use: blake2b(use.encode(), key=root, digest_size=32).digest() for use in uses}
 
     @classmethod
@@ -137,6 +137,11 @@ class Secret:
             keyed.update(name.block_hash)
             found.append(keyed.digest())
         return found
+
+    def veil_of(self, name: BlockName) -> bytes:
+        """96 bytes that only the fleet knows, to hide what a value says of its block where others may read it."""
+        key, name_bytes = self._keys["veils"], self.name_of(name)
+        return blake2b(b"\0" + name_bytes, key=key).digest() + blake2b(b"\1" + name_bytes, key=key).digest()[:32]
 
     def tag(self, use: str, *parts: bytes | memoryview) -> bytes:
         """A tag over the parts, 32 bytes; lengths are part of it. Releases the GIL over large parts (1 s a GB)."""

@@ -1,4 +1,5 @@
-"""A block on its way: a fixed header that says what follows, then the payload. The same in Redis and between peers.
+"""A block on its way: a fixed header that says what follows, then the payload. The same in Redis and between peers,
+but that in Redis, where others may read, the names in it (bytes 24 to 120) are hidden when there is a secret.
 
 All numbers are little-endian.
 
@@ -31,6 +32,7 @@ VERSION: Final = 1
 _FIELDS: Final = struct.Struct("<4sBBBBIII4x32s32s32sQ")
 _TAGGED: Final = _FIELDS.size  # what the tag covers of the header
 HEADER_BYTES: Final = _TAGGED + TAG_BYTES
+_NAMES: Final = slice(24, 120)
 
 VOID: Final = bytes(HEADER_BYTES)  # in a header's place between peers: what stood there is gone
 
@@ -105,6 +107,17 @@ def parse(data: bytes | memoryview, name: BlockName, raw_bytes: int) -> Header:
         raise BadValue("another length")
     parent = parent[:width] if any(parent) else b""
     return Header(codec, element, raw, encoded, parent, checksum, bytes(data[_TAGGED:HEADER_BYTES]), fields)
+
+
+def veiled(header: bytes | memoryview, name: BlockName, secret: Secret) -> bytes:
+    """The header as it lies where others may read, and from that the header again: with a secret its names are hidden.
+
+    Who reads there and guesses a prompt could compute its hashes, and find them in a bare header.
+    """
+    if not secret.shared:
+        return bytes(header)
+    names = int.from_bytes(header[_NAMES], "little") ^ int.from_bytes(secret.veil_of(name), "little")
+    return bytes(header[: _NAMES.start]) + names.to_bytes(96, "little") + bytes(header[_NAMES.stop :])
 
 
 def prove(header: Header, encoded: memoryview, secret: Secret) -> None:
