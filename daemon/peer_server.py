@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, Self, TypeVar
 
@@ -37,6 +37,7 @@ IDLE_S: Final = 120.0  # a connection that asks for nothing is closed
 MAX_WAIT_S: Final = 60.0
 BACKLOG: Final = 128
 PIECE: Final = 1 << 20  # of a payload, where the bandwidth is limited
+BATCH: Final = 1 << 20  # of small blocks go out in one call
 CLOSE_S: Final = 5.0
 CALLERS: Final = 256  # nodes whose served blocks are counted apart
 
@@ -287,21 +288,29 @@ class PeerServer:
         channel.until(time.monotonic() + MAX_WAIT_S)
         channel.say(Say.GRANTED, {"count": len(grant.blocks)})
         codec = self._codec()
+        batch: list[bytes | memoryview] = []
+        size = begin = 0
         for number, (name, block) in enumerate(zip(grant.names, grant.blocks, strict=True)):
             used, parts = encode(block, codec, grant.element)
             header = value.pack(name, b"", block, parts, codec=used, element=grant.element, secret=self._secret)
+            batch += [header, *parts]
+            size += len(block)
+            if size < BATCH and number + 1 < len(grant.blocks):
+                continue
             if not grant.valid():
-                self._note_served(caller, number, sum(map(len, grant.blocks[:number])))
+                self._note_served(caller, grant.blocks[:begin])
                 channel.send([value.VOID])
                 channel.say(Say.SENT, {"valid": False})
                 return False
-            self._paced(channel, [header, *parts])
+            self._paced(channel, batch)
+            batch, size, begin = [], 0, number + 1
         valid = grant.valid()
         channel.say(Say.SENT, {"valid": valid})
-        self._note_served(caller, len(grant.blocks), sum(map(len, grant.blocks)))
+        self._note_served(caller, grant.blocks)
         return valid
 
-    def _note_served(self, caller: NodeInfo, blocks: int, nbytes: int) -> None:
+    def _note_served(self, caller: NodeInfo, sent: Sequence[memoryview]) -> None:
+        blocks, nbytes = len(sent), sum(map(len, sent))
         with self._lock:
             self._counters["served_blocks"] += blocks
             self._counters["served_bytes"] += nbytes
@@ -312,7 +321,7 @@ class PeerServer:
             if len(self._callers) > CALLERS:
                 self._callers.popitem(last=False)
 
-    def _paced(self, channel: Channel, parts: list[bytes | memoryview]) -> None:
+    def _paced(self, channel: Channel, parts: Sequence[bytes | memoryview]) -> None:
         if not self._settings.bandwidth:
             channel.send(parts)
             return

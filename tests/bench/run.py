@@ -30,6 +30,7 @@ SUBJECTS = {
     "disk_chains": "small blocks of a chain on disk; a start with a million of them",
     "trouble": "hits in DRAM while the disk hangs; what the ledger costs",
     "redis": "blocks and names in Redis against raw sockets and redis-py",
+    "peers": "blocks of another node against raw sockets; round trips while they are served",
     "hashing": "block hashes against cbor2 and hashlib",
     "codec": "lossless packing of real KV",
     "fleet": "the directory: Redis memory a block, commands of a fleet at rest",
