@@ -18,6 +18,7 @@ from kvcascade.config.settings import format_bytes
 # Where there is no terminal to measure: wide enough that no column is cut.
 PLAIN_WIDTH = 160
 SHOWN_SESSIONS = 50
+SHOWN_CALLERS = 10
 
 Answer = Mapping[str, Any]
 
@@ -243,6 +244,12 @@ def _cluster(console: Console, cluster: Answer) -> None:
         for peer in cluster["peers"]
     ]
     _table(console, "", ["source", "where", "state", ">speed", ">memory", ">fetched", ">stored", "reason"], rows)
+    callers = served["callers"] if served else []
+    for one in callers[-SHOWN_CALLERS:]:
+        what = f"{one['served_blocks']} blocks, {format_bytes(one['served_bytes'])}"
+        _line(console, f"served to {one['name']} boot {one['boot'][:8]}: {what}")
+    if len(callers) > SHOWN_CALLERS:
+        _line(console, f"... and to {len(callers) - SHOWN_CALLERS} more (--json lists all)")
     for link in cluster["links"]:
         _line(console, f"link {link['name']}: {link['latency_ms']:.1f} ms, {format_bytes(int(link['bandwidth']))}/s")
     for one in cluster["remote"]["prefill"]:

@@ -1,6 +1,8 @@
 """Two nodes share prefixes: real daemons, a real Redis, engines in processes of their own, a pattern in every byte."""
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,6 +92,14 @@ def test_a_prefix_on_another_node_is_fetched_from_there(
     (peer,) = b.status()["cluster"]["peers"]
     assert (peer["name"], peer["state"], peer["fetched_blocks"]) == ("a", "ok", BLOCKS)
     assert a.status()["cluster"]["server"]["counters"]["served_blocks"] == BLOCKS
+    (caller,) = a.status()["cluster"]["server"]["callers"]
+    assert (caller["name"], caller["served_blocks"]) == ("b", BLOCKS)
+    shown = subprocess.run(
+        [str(Path(sys.executable).with_name("kvcascade")), "status", "--socket", str(a.socket)],
+        capture_output=True,
+        text=True,
+    )
+    assert f"served to b boot {caller['boot'][:8]}: {BLOCKS} blocks" in shown.stdout
     assert redis.client().dbsize() < BLOCKS
 
 
