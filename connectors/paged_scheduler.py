@@ -56,6 +56,10 @@ class Limits:
 
     step_wait: float = 0.0005
     """Seconds that the scheduling thread waits for answers in one step, all requests together."""
+    save_wait: float = 0.005
+    """The same, beyond that, for slots of blocks that this step computes: without an answer they can only be stored if
+    their request still runs in the next one. Used up only where the daemon gets no core: vLLM's threads on the CPU spin
+    for 200 ms after a step, which made answers of 0.1 ms take milliseconds and lost all that short answers computed."""
     patience: float = 0.25
     """Seconds after which a request is computed whose lookup has no answer; then the daemon is left alone a while."""
     remote_patience: float = 2.0
@@ -114,6 +118,7 @@ class _Offer:
     reservation: Reservation | None = None
     done: bool = False
     abandoned: bool = False
+    waited: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -182,6 +187,7 @@ class PagedScheduler(SchedulerConnector):
         self._cancelled: list[_Loading] = []  # of requests that ended before their load was planned
         self._seen_failures = 0
         self._wait_left = self._limits.step_wait
+        self._save_wait_left = self._limits.save_wait
         self._sync_left = self._limits.sync_bytes
         self._pause = 0.0
         self._not_before = 0.0
@@ -242,9 +248,9 @@ class PagedScheduler(SchedulerConnector):
                 return LATER
             self._leave_alone()
             return self._miss(life, "unanswered")
-        self._pause = 0.0
         if question.error:
             return self._miss(life, "unavailable")
+        self._pause = 0.0
         asking = any(getattr(answer, "asking", False) for answer in question.answers)
         if asking and now - since < self._limits.remote_patience:
             self._ask(life, usable)
@@ -314,6 +320,7 @@ class PagedScheduler(SchedulerConnector):
                 self._abandon_offers(request_id)
         loads, failed = self._plan_loads()
         saves = self._plan_saves(step)
+        self._save_wait_left = self._limits.save_wait
         dropped, self._dropped = frozenset(self._dropped), set()
         self._wait_left, self._sync_left = self._limits.step_wait, self._limits.sync_bytes
         attachment = b""
@@ -437,6 +444,7 @@ class PagedScheduler(SchedulerConnector):
     def _look_up(self, question: _Question, request: Request) -> None:
         """On the asking thread."""
         session = question.session
+        began = self._clock()
         try:
             for number, group in enumerate(self._groups):
                 answer = session.lookup(
@@ -454,6 +462,7 @@ class PagedScheduler(SchedulerConnector):
         except CascadeError as error:
             question.error = f"{type(error).__name__}: {error}"
             log.debug("lookup failed request=%s reason=%s", request.request_id, error)
+            self._blame(began)
         except Exception as error:
             question.error = f"{type(error).__name__}: {error}"
             log.exception("lookup failed request=%s", request.request_id)
@@ -483,6 +492,11 @@ class PagedScheduler(SchedulerConnector):
             leases = [answer.lease for answer in question.answers if answer.lease]
             if leases:
                 self._submit(self._release, question.session, leases)
+
+    def _blame(self, began: float) -> None:
+        """A question failed: if by having no answer in time, the daemon is left alone. On any thread."""
+        if self._clock() - began >= 0.9 * self._limits.timeout:
+            self._leave_alone()
 
     def _leave_alone(self) -> None:
         self._pause = min(LEAVE_ALONE_LAST_S, max(LEAVE_ALONE_FIRST_S, 2 * self._pause))
@@ -592,8 +606,10 @@ class PagedScheduler(SchedulerConnector):
         kept: list[_Offer] = []
         for offer in self._offers:
             final_blocks = self._final_blocks(offer, step)
-            if final_blocks > offer.sent:
+            if final_blocks > offer.sent and not offer.waited:
+                offer.waited = True
                 self._wait_for(offer)
+                self._save_wait_left = self._wait(offer, self._save_wait_left)
             if not offer.done or self._use(offer, final_blocks, step, saves):
                 kept.append(offer)
         self._offers = kept
@@ -626,6 +642,7 @@ class PagedScheduler(SchedulerConnector):
         """On the asking thread."""
         size = self._groups[offer.group].block_tokens
         tokens = request.token_ids[offer.start * size : offer.end * size]
+        began = self._clock()
         try:
             if not offer.abandoned:
                 offer.reservation = offer.session.reserve(
@@ -638,6 +655,7 @@ class PagedScheduler(SchedulerConnector):
                 )
         except CascadeError as error:
             log.debug("nothing is stored request=%s reason=%s", offer.request_id, error)
+            self._blame(began)
         except Exception:
             log.exception("nothing is stored request=%s", offer.request_id)
         with self._answered:
@@ -715,12 +733,16 @@ class PagedScheduler(SchedulerConnector):
 
     def _wait_for(self, what: _Question | _Loading | _Offer) -> None:
         """Return when it is done, or when this step's budget for waiting is spent."""
-        if what.done or self._wait_left <= 0:
-            return
+        self._wait_left = self._wait(what, self._wait_left)
+
+    def _wait(self, what: _Question | _Loading | _Offer, budget: float) -> float:
+        """Wait for it within `budget` seconds; what is left of them."""
+        if what.done or budget <= 0:
+            return budget
         began = time.perf_counter()
         with self._answered:
-            self._answered.wait_for(lambda: what.done, self._wait_left)
-        self._wait_left -= time.perf_counter() - began
+            self._answered.wait_for(lambda: what.done, budget)
+        return budget - (time.perf_counter() - began)
 
     def _submit(self, errand: Callable[..., None], *arguments: Any) -> None:
         if not self._closed:

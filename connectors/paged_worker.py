@@ -30,7 +30,7 @@ from .pools import PoolViews
 log = logging.getLogger(__name__)
 
 COPY_THREADS = 2
-JOIN_S = 0.25
+JOIN_S = 0.5
 """Seconds of the engine's that joining the scheduler's attachment may take, each time that it has a new one."""
 STAGED_BYTES = 256 << 20
 """Device memory that saves under way may take; what does not fit is not saved."""
@@ -136,7 +136,7 @@ class PagedWorker(WorkerConnector):
             raise DaemonUnavailable(f"copies of preempted requests still run: {', '.join(sorted(busy))}")
 
     def start_load(self, plan: StepPlan) -> None:
-        self._follow(plan)
+        self.follow(plan)
         for load in plan.failed:
             if load.background:
                 self._book.fail(load)
@@ -194,8 +194,11 @@ class PagedWorker(WorkerConnector):
 
     # ---- the session
 
-    def _follow(self, plan: StepPlan) -> None:
-        """Join what the scheduler has attached, in a session of its weights' namespace."""
+    def follow(self, plan: StepPlan) -> None:
+        """Join what the scheduler has attached, in a session of its weights' namespace.
+
+        `start_load` does it too; called before the forward it does not have to share the cores with what that leaves.
+        """
         if not plan.attachment or (plan.attachment, plan.weights_epoch) == (self._attachment, self._epoch):
             return
         if self._session is None or plan.weights_epoch != self._epoch:

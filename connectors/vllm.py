@@ -9,8 +9,8 @@ refused while the engine starts, by the name of the flag to change; after that n
 
 Options, in `kv_connector_extra_config`: `socket`, the daemon's (else KVCASCADE_SOCKET, else this user's default);
 `sync_budget_bytes`, how much may be loaded within one step; `load_wait_s`, how long a load may take for blocks to come
-up from disk; `step_wait_s`, how long the scheduler waits for answers in one step (0.0005; models with sliding windows
-may store more with a longer one, since their blocks are gone a step later); `seed`, which this engine must have;
+up from disk; `step_wait_s`, how long the scheduler waits for answers in one step (0.0005), and `save_wait_s`, how long
+beyond that for slots (0.005); `seed`, which this engine must have;
 `model_identity`, for weights that are not files; `weights_epoch`, the version of weights that are updated under the
 same name. A request may say `kv_transfer_params: {"kvcascade": "off"}`, or "read" or "write" for one of both.
 """
@@ -57,6 +57,7 @@ OPTIONS = (
     "sync_budget_bytes",
     "load_wait_s",
     "step_wait_s",
+    "save_wait_s",
     "seed",
     "model_identity",
     "weights_epoch",
@@ -413,6 +414,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         assert self._worker is not None
+        if isinstance(self._paged, PagedWorker) and self._worker.failure is None:
+            self._paged.follow(kv_connector_metadata.plan)
         if kv_connector_metadata.preempted:
             self._worker.preempted(kv_connector_metadata.preempted)
 
@@ -622,6 +625,7 @@ def _limits(options: Mapping[str, Any]) -> Limits:
         ("sync_budget_bytes", "sync_bytes"),
         ("load_wait_s", "load_wait"),
         ("step_wait_s", "step_wait"),
+        ("save_wait_s", "save_wait"),
     ):
         value = options.get(option)
         if value is None:

@@ -105,10 +105,10 @@ def by_source(engine: Vllm, node: Node) -> dict[str, float]:
     dram = first_tokens(engine, asked("dram"), lambda: engine.do("reset"))
     node.stop()
     node.start()
-    engine.do("reset")
-    while not engine.do("timed", [prompts("wakes", 1, 40)[0]])["cached"][0]:  # until it is attached again
+    # Attached again once a question has been answered: other prompts, so that nothing of the shared ones is brought up.
+    while not sum(engine.do("timed", [one])["cached"][0] for one in prompts("wakes", 2, 100)):
         engine.do("reset")
-        time.sleep(0.2)
+        time.sleep(0.5)
     disk = []
     for one in asked("disk"):
         engine.do("reset")

@@ -374,7 +374,7 @@ def test_a_slot_that_was_handed_on_while_it_was_copied_is_a_failed_load(start_la
 
 def test_a_model_with_a_sliding_window_is_loaded_in_both_groups(start_lab, daemon):
     # Fault J3.
-    patient = {"step_wait_s": 5}  # a step here is over before the daemon has answered
+    patient = {"save_wait_s": 5}  # a step here is over before the daemon has answered
     lab = start_lab(daemon, window=40, extra=patient)
     assert lab.serve("cold", prompt(1, 100), 30) == 129
     lab.sound()
@@ -389,7 +389,7 @@ def test_a_model_with_a_sliding_window_is_loaded_in_both_groups(start_lab, daemo
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_with_several_groups_a_failed_load_is_told_by_request(start_lab, start_daemon, policy):
     daemon = start_daemon()
-    start_lab(daemon, window=40, extra={"step_wait_s": 5}).serve("cold", prompt(1, 100))
+    start_lab(daemon, window=40, extra={"save_wait_s": 5}).serve("cold", prompt(1, 100))
     stored(None, daemon, 12)
     lab = start_lab(daemon, window=40, policy=policy)
     lab.hold("copy")
