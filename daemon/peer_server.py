@@ -32,6 +32,7 @@ log = logging.getLogger("kvcascade.peers")
 T = TypeVar("T")
 
 CONNECTIONS: Final = 256  # at once; the next one is closed
+STRANGERS: Final = 64  # of them, of one host, that have not proved themselves: no host can keep all others out
 HANDSHAKE_S: Final = 5.0
 IDLE_S: Final = 120.0  # a connection that asks for nothing is closed
 MAX_WAIT_S: Final = 60.0
@@ -81,8 +82,9 @@ class PeerServer:
         self._listener: socket.socket | None = None
         self.endpoint = settings.listen
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = threading.Lock()  # of the four below
+        self._lock = threading.Lock()  # of the five below
         self._threads: set[threading.Thread] = set()
+        self._strangers: Counter[str] = Counter()  # by host
         self._sockets: set[socket.socket] = set()
         self._counters: Counter[str] = Counter()
         self._callers: OrderedDict[bytes, _Caller] = OrderedDict()  # by incarnation
@@ -145,12 +147,13 @@ class PeerServer:
                 continue
             with self._lock:
                 allowed = self._may_connect(address[0]) and len(self._threads) < CONNECTIONS
-                allowed = allowed and not self._stopping.is_set()
+                allowed = allowed and self._strangers[address[0]] < STRANGERS and not self._stopping.is_set()
                 self._counters["connections" if allowed else "connections_refused"] += 1
                 if not allowed:
                     sock.close()
                     continue
                 self._sockets.add(sock)
+                self._strangers[address[0]] += 1
                 thread = threading.Thread(
                     target=self._serve, args=(sock, address[0]), name="kvcascade-peer", daemon=True
                 )
@@ -160,9 +163,16 @@ class PeerServer:
             except RuntimeError as error:  # The process may have no more threads.
                 log.warning("peers: a connection was not accepted reason=%s", error)
                 sock.close()
+                self._proved(address[0])
                 with self._lock:
                     self._threads.discard(thread)
                     self._sockets.discard(sock)
+
+    def _proved(self, host: str) -> None:
+        """One less of this host's connections whose handshake is still to end."""
+        with self._lock:
+            self._strangers[host] -= 1
+            self._strangers += Counter()  # forgets hosts that have none
 
     def _may_connect(self, host: str) -> bool:
         if not self._allowed:
@@ -174,16 +184,14 @@ class PeerServer:
     def _serve(self, sock: socket.socket, host: str) -> None:
         plain = sock
         try:
-            if self._tls is not None:
-                sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-                with self._lock:
-                    self._sockets.add(sock)
-                    if self._stopping.is_set():
-                        return
-            channel = Channel(sock, self._secret)
-            channel.until(time.monotonic() + HANDSHAKE_S)
-            channel.secure()
-            caller = channel.welcome(self._me())
+            try:
+                sock = self._secured(sock)
+                channel = Channel(sock, self._secret)
+                channel.until(time.monotonic() + HANDSHAKE_S)
+                channel.secure()
+                caller = channel.welcome(self._me())
+            finally:
+                self._proved(host)
             self._count("handshakes")
             while not self._stopping.is_set():
                 channel.until(time.monotonic() + IDLE_S)
@@ -205,6 +213,17 @@ class PeerServer:
             with self._lock:
                 self._sockets -= {sock, plain}
                 self._threads.discard(threading.current_thread())
+
+    def _secured(self, sock: socket.socket) -> socket.socket:
+        if self._tls is None:
+            return sock
+        secured = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        with self._lock:
+            if self._stopping.is_set():
+                secured.close()
+                raise TierUnavailable("peer: the daemon is ending")
+            self._sockets.add(secured)
+        return secured
 
     def _on_loop_soon(self, call: Callable[..., object], *arguments: object) -> None:
         assert self._loop is not None

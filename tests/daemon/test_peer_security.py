@@ -402,6 +402,18 @@ async def test_a_caller_that_says_its_hello_byte_by_byte_is_not_waited_for(monke
         assert await dripping < 1000
 
 
+async def test_one_host_that_opens_connections_without_end_keeps_no_other_host_out() -> None:
+    me = node("source")
+    async with serving(Pool(HASHES), me, SECRET) as server, asking() as peers:
+        crowd = [socket.create_connection(server.endpoint, 10, source_address=("127.0.0.2", 0)) for _ in range(300)]
+        try:
+            await until(lambda: server.status()["counters"].get("connections_refused", 0) >= 200)
+            assert await ask(peers, server.endpoint, me.boot) == len(HASHES)
+        finally:
+            for one in crowd:
+                one.close()
+
+
 def frame(channel: Channel, kind: int, body: bytes, length: int | None = None) -> None:
     """As `say`, with whatever in it."""
     head = struct.pack("<BIQ", kind, len(body) if length is None else length, 0)
