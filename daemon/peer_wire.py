@@ -51,6 +51,7 @@ MAX_BODY: Final = 4 << 20  # 65,536 hashes and more
 NONCE_BYTES: Final = 32
 SOCKET_BYTES: Final = 4 << 20
 IOV_MAX: Final = 512
+LATE_S: Final = 0.05
 
 Bytes = bytes | memoryview
 
@@ -73,6 +74,7 @@ class Channel:
         self._sock = sock
         self._secret = secret
         self._deadline = 0.0
+        self._timeout = -1.0  # the socket's
         self._key = b""
         self._sides = (b"", b"")  # ours, theirs
         self._numbers = [0, 0]  # of the next frame: ours, theirs
@@ -127,7 +129,10 @@ class Channel:
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
-        self._sock.settimeout(left)
+        # A system call, so not before each of those for small blocks; a call may end so much too late.
+        if not left <= self._timeout <= left + LATE_S:
+            self._sock.settimeout(left)
+            self._timeout = left
 
     # ---- bytes
 
