@@ -515,7 +515,8 @@ class Real:
             "kv_connector": "CascadeConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"socket": socket, **(extra or {})},
+            # A tiny model's step is over before the daemon of a busy machine has answered; real ones take their time.
+            "kv_connector_extra_config": {"socket": socket, "save_wait_s": 2, **(extra or {})},
         }
         arguments = {
             "model": model,
