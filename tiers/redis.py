@@ -23,7 +23,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from threading import Lock, local
 from typing import Any, Final, TypeVar
 
@@ -290,7 +290,10 @@ class RedisTier:
 
     def _keys_of(self, names: Iterable[BlockName]) -> list[bytes]:
         head = self._prefix + b":b:"
-        return [head + name for name in self._secret.names_of_blocks(names)]
+        keys = []
+        for (namespace, group), some in groupby(names, lambda name: (name.namespace, name.group)):
+            keys += self._secret.names_of(namespace, group, (name.block_hash for name in some))
+        return [head + key for key in keys]
 
     async def present(self, names: Sequence[BlockName], timeout: float) -> int:
         """How many leading ones of these blocks Redis has. TierUnavailable when that cannot be told."""

@@ -134,12 +134,3 @@ def test_a_secret_is_read_from_a_file_that_is_its_owners_alone(tmp_path: Path) -
         Secret.from_file(path)
     with pytest.raises(ConfigError, match=r"cluster\.secret_file: .* cannot be read"):
         Secret.from_file(tmp_path / "none")
-
-
-def test_names_of_many_blocks_are_those_of_each() -> None:
-    names = [
-        BlockName(bytes([space]) * 32, group, bytes([n]) * 16) for n in range(5) for space in (1, 2) for group in (0, 1)
-    ]
-    for secret in (Secret(), Secret(b"sixteen bytes and more")):
-        assert secret.names_of_blocks(names) == [secret.name_of(name) for name in names]
-        assert len(set(secret.names_of_blocks(names))) == len(names)
