@@ -60,8 +60,8 @@ class Cluster:
 
     @staticmethod
     def wanted(settings: Settings) -> bool:
-        """Whether the settings name anything outside of this node."""
-        return bool(settings.redis.url) or settings.peers.listen is not None
+        """Whether the settings name anything outside of this node; a secret alone is enough to fetch hand-offs."""
+        return bool(settings.redis.url or settings.peers.listen or settings.cluster.secret_file)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:

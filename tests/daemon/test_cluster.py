@@ -300,6 +300,25 @@ def test_an_address_that_all_could_use_needs_one_to_be_named(start_daemon: Start
         start_daemon(peers_listen="0.0.0.0:0")
 
 
+def test_a_secret_that_cannot_be_read_ends_the_start(start_daemon: Start, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"cluster\.secret_file: .* cannot be read"):
+        start_daemon(cluster_secret_file=str(tmp_path / "none"))
+
+
+def test_a_node_that_serves_nobody_fetches_what_is_handed_to_it(
+    start_daemon: Start, start_engine: Start, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("sixteen bytes and more")
+    secret.chmod(0o600)
+    a = node(start_daemon, None, "a", cluster_secret_file=str(secret))
+    b = start_daemon(cluster_secret_file=str(secret), cluster_fetch="always", daemon_seed="0")
+    tokens = prompt("one", BLOCKS)
+    writer = start_engine(a)
+    writer.store(tokens)
+    assert fetch(start_engine(b), tokens, ticket=writer.hand_off(tokens))["tiers"] == ["PEER"] * BLOCKS
+
+
 def test_a_takeover_goes_on_sharing(start_daemon: Start, start_engine: Start, redis: RedisServer) -> None:
     a = node(start_daemon, redis, "a", redis_store="directory")
     b = node(start_daemon, redis, "b", redis_store="directory")
