@@ -96,8 +96,15 @@ def test_the_same_tokens_cold_warm_and_in_other_engines(engine, plain, node, sta
     # Another engine process, of two ranks: each loads its own heads of what one rank has stored, and stores its own.
     other = start_vllm(VLLM_CPU_OMP_THREADS_BIND="0|1")
     other.call("real", str(tiny_model), str(node.socket), tp=2)
-    loaded = other.do("generate", prompts()[:1])
-    assert (loaded[0]["cached"], tokens(loaded)) == (192, plain[:1])
+
+    def two_ranks_load() -> bool:
+        # On two cores that two ranks spin on, an answer may come too late for the request: it is computed then.
+        other.do("reset")
+        loaded = other.do("generate", prompts()[:1])
+        assert tokens(loaded) == plain[:1]
+        return bool(loaded[0]["cached"] == 192)
+
+    eventually(two_ranks_load, 60)
     longer = other.do("generate", [prompts()[0] + [7] * 40], 4)
     assert longer[0]["cached"] == 192
 
