@@ -1,25 +1,19 @@
 """2 MiB blocks through the disk tier, against raw O_DIRECT (and fio, where it is installed) on the same file system.
 
 The tier is driven as the daemon drives it: cleaners that write batches of 32 MiB, all reads of a prefix at once in
-batches of 16 MiB. Its figures include checksums, header pages, syncs and journal records; the raw ones nothing but the
-transfer, from 16 threads. All files have their blocks on disk before the first round that counts.
+batches of 16 MiB; the raw transfers come from 16 threads.
 """
 
 import asyncio
-import mmap
 import shutil
-import statistics
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kvcascade.daemon.residency import DEMOTION_BATCH_BYTES
 from kvcascade.daemon.transfer import CLEANERS, READ_BATCH_BYTES
 from kvcascade.tiers.disk import BlockMeta, DiskTier, ReadJob, WriteJob, slot_size
 
-from .harness import GB, Bench, Row, at_least, check, median_ratio
-from .raw_disk import Blocks, RawDisk, timed
+from .harness import Bench, Row, check
+from .raw_disk import AgainstRaw, Blocks
 
 BLOCK = 2 << 20
 RAW_THREADS = 16
@@ -30,90 +24,23 @@ NAMESPACE = bytes(range(32))
 
 
 def run(bench: Bench) -> list[Row]:
-    count = 64 if bench.quick else 128
     directory = bench.directory / "disk"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
+    against = AgainstRaw("disk", BLOCK, count=64 if bench.quick else 128, together=1, threads=RAW_THREADS)
     try:
-        seen = asyncio.run(measure(bench, directory, count))
+        seen = asyncio.run(against.measure(bench, directory, _Tier))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    return report(seen, count)
-
-
-def report(seen: dict[str, list[float]], count: int) -> list[Row]:
-    size = count * BLOCK / GB
-    rows = []
-    for way in ("write", "read"):
-        for raw, name in (("raw", f"raw O_DIRECT, {RAW_THREADS} threads"), ("fio", "fio io_uring, depth 16")):
-            limit = seen[f"{raw} {way}"]
-            if not limit:
-                continue
-            tier = seen[f"tier {way}"]
-            rows.append(
-                Row(
-                    f"disk {way} of 2 MiB blocks through the tier / {name}",
-                    size / statistics.median(tier),
-                    "GB/s",
-                    size / statistics.median(limit),
-                    median_ratio(limit, tier),
-                    at_least(0.8),
-                )
-            )
-        rows.append(
-            Row(
-                f"disk {way}: CPU / raw",
-                statistics.median(seen[f"tier {way} cpu"]) * 1000 / size,
-                "ms/GB",
-                statistics.median(seen[f"raw {way} cpu"]) * 1000 / size,
-                median_ratio(seen[f"tier {way} cpu"], seen[f"raw {way} cpu"]),
-            )
-        )
-    return rows
-
-
-async def measure(bench: Bench, directory: Path, count: int) -> dict[str, list[float]]:
-    memory = mmap.mmap(-1, 2 * count * BLOCK)
-    whole: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
-    np.random.default_rng(1).random(out=whole.view(np.float64))
-    payloads, targets = (list(half.reshape(count, BLOCK)) for half in np.split(whole, 2))
-    names = [f"{what} {way}" for what in ("tier", "raw", "fio") for way in ("write", "read")]
-    seen: dict[str, list[float]] = {name: [] for name in [*names, *(f"{name} cpu" for name in names)]}
-    raw = RawDisk(directory / "raw", payloads, targets, together=1, threads=RAW_THREADS)
-    tier = _Tier(directory / "tier", payloads, targets)
-    try:
-        await tier.open()
-        for number in range(-2, bench.rounds(7, 3)):
-            bench.say(f"disk round {number + 1}" if number >= 0 else "disk: writing all files once")
-            if number == 0:
-                for times in seen.values():
-                    times.clear()
-            with timed(seen, "raw write"):
-                raw.write()
-            with timed(seen, "tier write"):
-                await tier.write()
-            add_fio(seen, raw, "write")
-            with timed(seen, "raw read"):
-                raw.read()
-            with timed(seen, "tier read"):
-                await tier.read()
-            add_fio(seen, raw, "read")
-            tier.free()
-    finally:
-        await tier.close()
-        raw.close()
-    return seen
-
-
-def add_fio(seen: dict[str, list[float]], raw: RawDisk, way: str) -> None:
-    seconds = raw.fio(way)
-    if seconds is not None:
-        seen[f"fio {way}"].append(seconds)
+    return against.report(
+        seen,
+        "2 MiB blocks through the tier",
+        raw=f"raw O_DIRECT, {RAW_THREADS} threads",
+        fio="fio io_uring, depth 16",
+    )
 
 
 class _Tier:
-    """The disk tier under the daemon's kind of load."""
-
     def __init__(self, directory: Path, payloads: Blocks, targets: Blocks) -> None:
         self._payloads, self._targets = payloads, targets
         # Two rounds' worth: each round gets other slots than the one before.
@@ -127,11 +54,13 @@ class _Tier:
     def _key(self, number: int) -> bytes:
         return self._round.to_bytes(16, "little") + number.to_bytes(16, "little")
 
-    async def write(self) -> None:
+    def prepare(self) -> None:
         self._round += 1
+        self._slots: list[int] = []
+
+    async def write(self) -> None:
         count = len(self._payloads)
         batches = iter(range(0, count, WRITE_BATCH))
-        self._slots: list[int] = []
 
         async def writer() -> None:
             for first in batches:

@@ -1,12 +1,10 @@
 """Small blocks of one chain through a drive, and what a start costs with a million of them.
 
 64 KiB blocks, read 32 of a chain at a time and written in batches as the daemon's cleaners do, against the same
-bytes in raw calls of 32 pieces each: what a chain that lies together could reach. Both from as many threads; the
-drive's figures include checksums, header pages, syncs and journal records.
+bytes in raw calls of 32 pieces each: what a chain that lies together could reach. Both from as many threads.
 """
 
 import asyncio
-import mmap
 import os
 import shutil
 import statistics
@@ -15,7 +13,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcascade.daemon.residency import DEMOTION_BATCH_BLOCKS
 from kvcascade.daemon.transfer import CLEANERS
@@ -23,9 +20,8 @@ from kvcascade.tiers.disk import BlockMeta, DiskTier, ReadJob, WriteJob, slot_si
 from kvcascade.tiers.folder import Folder
 from kvcascade.tiers.journal import RECORD, Journal, namespace_tag
 
-from .disk import add_fio
-from .harness import GB, Bench, Row, at_least, below, check, median_ratio
-from .raw_disk import Blocks, RawDisk, timed
+from .harness import Bench, Row, below, check
+from .raw_disk import AgainstRaw, Blocks
 
 BLOCK = 64 << 10
 CHAIN = 32
@@ -38,114 +34,67 @@ def run(bench: Bench) -> list[Row]:
     directory = bench.directory / "chains"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
+    count = 2048 if bench.quick else 4096
+    against = AgainstRaw("disk chains", BLOCK, count, together=CHAIN, threads=THREADS)
     try:
-        count = 2048 if bench.quick else 4096
-        rows = report(asyncio.run(measure(bench, directory, count)), count)
+        seen = asyncio.run(against.measure(bench, directory, _Tier))
+        rows = against.report(
+            seen,
+            f"64 KiB blocks, chains of {CHAIN}",
+            raw=f"raw O_DIRECT, {THREADS} threads, in calls of {CHAIN}",
+            fio=f"fio io_uring, 32 MiB in flight, in calls of {CHAIN}",
+        )
         bench.say("disk: a start with a million records")
         return rows + recovery(directory / "million", bench.rounds(3, 1))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def report(seen: dict[str, list[float]], count: int) -> list[Row]:
-    size = count * BLOCK / GB
-    rows = []
-    for way in ("write", "read"):
-        tier = seen[f"tier {way}"]
-        for raw, name in (("raw", f"raw O_DIRECT, {THREADS} threads"), ("fio", "fio io_uring, 32 MiB in flight")):
-            limit = seen[f"{raw} {way}"]
-            if limit:
-                rows.append(
-                    Row(
-                        f"disk {way} of 64 KiB blocks, chains of {CHAIN} / {name}, in calls of {CHAIN}",
-                        size / statistics.median(tier),
-                        "GB/s",
-                        size / statistics.median(limit),
-                        median_ratio(limit, tier),
-                        at_least(0.8),
-                    )
-                )
-        rows.append(
-            Row(
-                f"disk {way} of 64 KiB blocks: CPU / raw",
-                statistics.median(seen[f"tier {way} cpu"]) * 1000 / size,
-                "ms/GB",
-                statistics.median(seen[f"raw {way} cpu"]) * 1000 / size,
-                median_ratio(seen[f"tier {way} cpu"], seen[f"raw {way} cpu"]),
-            )
-        )
-    return rows
+class _Tier:
+    def __init__(self, directory: Path, payloads: Blocks, targets: Blocks) -> None:
+        self._payloads, self._targets = payloads, targets
+        # Two rounds' worth: each round gets other slots than the one before.
+        self._tier = DiskTier(directory, 2 * len(payloads) * slot_size(BLOCK), threads=THREADS)
+        self._round = 0
 
+    async def open(self) -> None:
+        await asyncio.to_thread(self._tier.open)
+        self._tier.register_namespace(NAMESPACE, b"\xa0")
 
-async def measure(bench: Bench, directory: Path, count: int) -> dict[str, list[float]]:
-    memory = mmap.mmap(-1, 2 * count * BLOCK)
-    whole: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
-    np.random.default_rng(1).random(out=whole.view(np.float64))
-    payloads, targets = (list(half.reshape(count, BLOCK)) for half in np.split(whole, 2))
-    names = [f"{what} {way}" for what in ("tier", "raw", "fio") for way in ("write", "read")]
-    seen: dict[str, list[float]] = {name: [] for name in [*names, *(f"{name} cpu" for name in names)]}
-    raw = RawDisk(directory / "raw", payloads, targets, together=CHAIN, threads=THREADS)
-    # Two rounds' worth: each round gets other slots than the one before.
-    tier = DiskTier(directory / "tier", 2 * count * slot_size(BLOCK), threads=THREADS)
-    await asyncio.to_thread(tier.open)
-    tier.register_namespace(NAMESPACE, b"\xa0")
-    try:
-        for number in range(-2, bench.rounds(7, 3)):
-            bench.say(f"disk chains, round {number + 1}" if number >= 0 else "disk chains: writing all files once")
-            if number == 0:
-                for times in seen.values():
-                    times.clear()
-            jobs = write_jobs(tier, payloads, number + 2)
-            with timed(seen, "raw write"):
-                raw.write()
-            with timed(seen, "tier write"):
-                await write(tier, jobs)
-            add_fio(seen, raw, "write")
-            reads = read_jobs(jobs, targets)
-            with timed(seen, "raw read"):
-                raw.read()
-            with timed(seen, "tier read"):
-                await read(tier, reads)
-            add_fio(seen, raw, "read")
-            tier.free([job.slot for job in jobs])
-    finally:
-        await tier.close(5.0)
-        raw.close()
-    return seen
+    def prepare(self) -> None:
+        self._round += 1
+        self._writes: list[WriteJob] = []
+        for first in range(0, len(self._payloads), CHAIN):
+            slots = self._tier.allocate(BLOCK, CHAIN)
+            check(len(slots) == CHAIN and bool((np.diff(slots) == 1).all()), "a chain does not lie together")
+            for at, slot in enumerate(slots.tolist(), start=first):
+                key = self._round.to_bytes(16, "little") + at.to_bytes(16, "little")
+                self._writes.append(WriteJob(slot, BlockMeta(NAMESPACE, key, b"", 0, BLOCK, 0), self._payloads[at]))
+        self._reads = [
+            ReadJob(job.slot, NAMESPACE, job.meta.block_hash, 0, BLOCK, into)
+            for job, into in zip(self._writes, self._targets, strict=True)
+        ]
 
+    async def write(self) -> None:
+        batches = iter(range(0, len(self._writes), DEMOTION_BATCH_BLOCKS))
 
-def write_jobs(tier: DiskTier, payloads: Blocks, number: int) -> list[WriteJob]:
-    jobs = []
-    for first in range(0, len(payloads), CHAIN):
-        slots = tier.allocate(BLOCK, CHAIN)
-        check(len(slots) == CHAIN and bool((np.diff(slots) == 1).all()), "a chain does not lie together")
-        for at, slot in enumerate(slots.tolist(), start=first):
-            key = number.to_bytes(16, "little") + at.to_bytes(16, "little")
-            jobs.append(WriteJob(slot, BlockMeta(NAMESPACE, key, b"", 0, BLOCK, 0), payloads[at]))
-    return jobs
+        async def writer() -> None:
+            for first in batches:
+                reasons = await self._tier.write(self._writes[first : first + DEMOTION_BATCH_BLOCKS])
+                check(not any(reasons), f"a write failed: {reasons}")
 
+        await asyncio.gather(*(writer() for _ in range(CLEANERS)))
 
-def read_jobs(jobs: list[WriteJob], targets: Blocks) -> list[ReadJob]:
-    return [
-        ReadJob(job.slot, NAMESPACE, job.meta.block_hash, 0, BLOCK, into)
-        for job, into in zip(jobs, targets, strict=True)
-    ]
+    async def read(self) -> None:
+        firsts = range(0, len(self._reads), CHAIN)
+        outcomes = await asyncio.gather(*(self._tier.read(self._reads[first : first + CHAIN]) for first in firsts))
+        check(not any(any(reasons) for reasons in outcomes), "a read failed")
 
+    def free(self) -> None:
+        self._tier.free([job.slot for job in self._writes])
 
-async def write(tier: DiskTier, jobs: list[WriteJob]) -> None:
-    batches = iter(range(0, len(jobs), DEMOTION_BATCH_BLOCKS))
-
-    async def writer() -> None:
-        for first in batches:
-            reasons = await tier.write(jobs[first : first + DEMOTION_BATCH_BLOCKS])
-            check(not any(reasons), f"a write failed: {reasons}")
-
-    await asyncio.gather(*(writer() for _ in range(CLEANERS)))
-
-
-async def read(tier: DiskTier, jobs: list[ReadJob]) -> None:
-    outcomes = await asyncio.gather(*(tier.read(jobs[first : first + CHAIN]) for first in range(0, len(jobs), CHAIN)))
-    check(not any(any(reasons) for reasons in outcomes), "a read failed")
+    async def close(self) -> None:
+        await self._tier.close(5.0)
 
 
 # ---- a start
