@@ -48,6 +48,7 @@ from .index import U32, U64
 from .lease import Entry, Reservation, Writer
 from .plans import Space, Warm
 from .protocol import MAX_DESCRIPTORS, OP_TAKEOVER, POOL_DRAM, take, take_u8, take_u32, take_u64
+from .recovery import describe, warm_pieces
 from .residency import Residency
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ class Predecessor:
         residency = daemon.residency
         self._spaces = list(residency.spaces)
         width = max((space.shape.block_tokens for space in self._spaces), default=0)
-        self._pieces = residency.warm(max(1, PIECE_BYTES // (BLOCK_BYTES + 4 * width)))
+        self._pieces = warm_pieces(residency, max(1, PIECE_BYTES // (BLOCK_BYTES + 4 * width)))
         holders = [a for a in daemon.cache.attachments.values() if a.reservations]
         for number, attachment in enumerate(holders):
             self._late += [(number, reservation) for reservation in attachment.reservations.values()]
@@ -251,7 +252,7 @@ class Predecessor:
         if part == "spaces":
             self.session.reply(correlation, _space(self._spaces[at]))
         elif part == "blocks":
-            self.session.reply(correlation, _blocks(self._daemon.residency.describe(*self._pieces[at])))
+            self.session.reply(correlation, _blocks(describe(self._daemon.residency.index, *self._pieces[at])))
         else:
             self.session.reply(correlation, _late(*self._late[at]))
 

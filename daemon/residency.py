@@ -24,19 +24,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcascade.config.errors import CascadeError, ProtocolError, Refused
+from kvcascade.config.errors import CascadeError, ProtocolError
 from kvcascade.config.settings import Settings
 from kvcascade.tiers.block import CRYPTOGRAPHIC, HASH_BYTES
-from kvcascade.tiers.disk import Recovery, slot_size
+from kvcascade.tiers.disk import slot_size
 from kvcascade.tiers.dram import DramTier
 from kvcascade.tiers.drives import NOWHERE, Drives
 from kvcascade.tiers.hbm import HbmTier
 from kvcascade.tiers.namespace import Namespace
-from kvcascade.tiers.pool import PAGE_SHIFT, SlotState
+from kvcascade.tiers.pool import PAGE_SHIFT
 
 from .index import NO_ROW, NO_SLOT, U8, U32, U64, Index, Mask, RowState, pack_keys
-from .plans import Demotion, Move, Promotion, Recovered, Slots, Space, Warm
-from .protocol import POOL_DRAM, POOL_HBM, Tier, decode_body
+from .plans import Demotion, Move, Promotion, Slots, Space
+from .protocol import POOL_DRAM, POOL_HBM, Tier
 from .sizeclass import NEVER, SizeClass
 
 log = logging.getLogger("kvcascade.residency")
@@ -69,7 +69,7 @@ class Residency:
         self.reserved: Callable[[Space, U32], None] = lambda space, pages: None  # DRAM slots that engines will write
         self.give_up: Callable[[U32], None] = lambda rows: None
         self._space_of: dict[tuple[bytes, int], Space] = {}
-        self._classes: list[SizeClass] = []  # by number
+        self.classes: list[SizeClass] = []  # by number
         self._descending: dict[int, int] = {}  # rows that are being written to disk → their slots there
         self._path = _none(np.uint32)  # what lay above the last row that was looked at, and it
         self.wants_cleaning = False  # what the last plan_demotion saw: too little is free or clean
@@ -102,15 +102,15 @@ class Residency:
         return space
 
     def _class_number(self, slot_bytes: int) -> int:
-        for known in self._classes:
+        for known in self.classes:
             if known.slot_bytes == slot_bytes:
                 return known.number
-        number = len(self._classes)
+        number = len(self.classes)
         if number == MAX_SIZE_CLASSES:
             raise CascadeError(f"slots of {slot_bytes} bytes: {MAX_SIZE_CLASSES} sizes are in use already")
         # "on-reuse" spares a disk that wears.
         admit_reused = self._settings.disk.write_policy == "on-reuse"
-        self._classes.append(SizeClass(number, slot_bytes, self.index, admit_reused=admit_reused))
+        self.classes.append(SizeClass(number, slot_bytes, self.index, admit_reused=admit_reused))
         return number
 
     def leading_run(self, space: Space, rows: U32, *, ready: bool) -> U32:
@@ -188,12 +188,12 @@ class Residency:
         if short > 0 and self._evict(size_class, short, drop=drop):
             pages = np.concatenate([pages, pool.allocate(slot_bytes, short)])
         if len(pages) < count and drop:
-            self._classes[size_class].starved = True
+            self.classes[size_class].starved = True
         return pages
 
     def _evict(self, size_class: int, count: int, *, drop: bool = True) -> int:
         """Frees up to `count` DRAM slots of a class; returns how many."""
-        mine = self._classes[size_class]
+        mine = self.classes[size_class]
         victims = mine.clean_victims.take(count)
         self._drop_dram(victims)
         self.counters["evicted_blocks"] += len(victims)
@@ -201,9 +201,9 @@ class Residency:
             victims = np.concatenate([victims, self._drop_dirty(mine, count - len(victims))])
             mine.short = True
             self.wake()
-        if len(self._classes) > 1 and len(victims):
+        if len(self.classes) > 1 and len(victims):
             youngest = int(self.index.stamp[victims].max())
-            if any(self._oldest(other) < youngest for other in self._classes if other is not mine):
+            if any(self._oldest(other) < youngest for other in self.classes if other is not mine):
                 mine.starved = True  # another class keeps blocks that are older than those that had to go
         return len(victims)
 
@@ -224,14 +224,14 @@ class Residency:
     def _drop_dram(self, rows: U32) -> None:
         """Frees the DRAM copies of rows that have another."""
         clean = self.index.disk[rows] != NO_SLOT
-        self._count_clean(rows[clean], -1)
+        self.count_clean(rows[clean], -1)
         pages = self.index.dram[rows]
         self.index.dram[rows] = NO_SLOT
         self.dram.free(pages)
 
-    def _count_clean(self, rows: U32, change: int) -> None:
-        counts = np.bincount(self.index.size_class[rows], minlength=len(self._classes))
-        for size_class, count in zip(self._classes, counts.tolist(), strict=True):
+    def count_clean(self, rows: U32, change: int) -> None:
+        counts = np.bincount(self.index.size_class[rows], minlength=len(self.classes))
+        for size_class, count in zip(self.classes, counts.tolist(), strict=True):
             size_class.clean += change * count
 
     def remove(self, rows: U32) -> None:
@@ -258,7 +258,7 @@ class Residency:
         index = self.index
         in_dram = index.dram[rows] != NO_SLOT
         on_disk = index.disk[rows] != NO_SLOT
-        self._count_clean(rows[in_dram & on_disk], -1)
+        self.count_clean(rows[in_dram & on_disk], -1)
         self.dram.free(index.dram[rows[in_dram]])
         if self.disk is not None and on_disk.any():
             self.disk.free(index.disk[rows[on_disk]])
@@ -282,7 +282,7 @@ class Residency:
     def _plan_dram_demotion(self, everything: bool) -> Demotion | None:
         if self.disk is None or not self.disk.writable:
             return None
-        for size_class in self._classes:
+        for size_class in self.classes:
             plan = self._plan_class_demotion(size_class, everything)
             if plan is not None:
                 return plan
@@ -382,6 +382,10 @@ class Residency:
         """Whether what lies below may be written: it is a chain's beginning, or this is on disk or will be before."""
         return above == NO_ROW or above in self._descending or self.index.disk.item(above) != NO_SLOT
 
+    def descending(self, rows: U32) -> Mask:
+        """Which of these rows are being written to disk."""
+        return np.isin(rows, list(self._descending))
+
     def _is_chain(self, rows: U32) -> bool:
         return bool((self.index.parent[rows[1:]] == rows[:-1]).all())
 
@@ -395,12 +399,12 @@ class Residency:
     def stored(self, rows: U32, size_class: int) -> None:
         """These rows have become ready, or came down from HBM: they lie in memory alone."""
         if self.disk is not None and self._settings.disk.write_policy == "through":
-            self._classes[size_class].write_through(rows)
+            self.classes[size_class].write_through(rows)
         self.wake()
 
     def slot_bytes(self, size_class: int) -> int:
         """Bytes of a slot of this class."""
-        return self._classes[size_class].slot_bytes
+        return self.classes[size_class].slot_bytes
 
     def _disk_room(self, length: int, rows: U32) -> tuple[U32, U32]:
         """The newest of `rows` that find room on disk, heads first, and their slots: free ones, then older blocks'."""
@@ -461,7 +465,7 @@ class Residency:
         """
         assert self.disk is not None
         wanted = len(stamps) * size - self.disk.spare
-        classes = [one for one in self._classes if one.disk_victims.lowest() < NEVER]
+        classes = [one for one in self.classes if one.disk_victims.lowest() < NEVER]
         for size_class in sorted(classes, key=lambda one: one.disk_victims.lowest()):
             if wanted <= 0:
                 return
@@ -479,7 +483,7 @@ class Residency:
             return
         disk = self.disk
         for drive, excess in disk.excess().items():
-            for size_class in self._classes:
+            for size_class in self.classes:
                 each = slot_size(size_class.slot_bytes)
                 for whole in (True, False):
                     if excess > 0:
@@ -493,7 +497,7 @@ class Residency:
         index = self.index
         elsewhere = (index.dram[rows] != NO_SLOT) | (index.hbm[rows] != NO_SLOT)
         stay = rows[elsewhere]
-        self._count_clean(stay[index.dram[stay] != NO_SLOT], -1)
+        self.count_clean(stay[index.dram[stay] != NO_SLOT], -1)
         if self.disk is not None:
             self.disk.free(index.disk[stay])
         index.take_off_disk(stay)
@@ -505,7 +509,7 @@ class Residency:
         if self.hbm is None:
             return None
         index = self.index
-        for size_class, slot_bytes in ((one.number, one.slot_bytes) for one in self._classes):
+        for size_class, slot_bytes in ((one.number, one.slot_bytes) for one in self.classes):
             counts = self.hbm.pool.counts().get(slot_bytes)
             if counts is None or not counts.ready:
                 continue
@@ -537,7 +541,7 @@ class Residency:
         """The oldest blocks that lie nowhere else and are not being copied."""
         index = self.index
         high = index.high
-        alone = self._resident(Tier.HBM) & (index.dram[:high] == NO_SLOT) & (index.disk[:high] == NO_SLOT)
+        alone = self.resident(Tier.HBM) & (index.dram[:high] == NO_SLOT) & (index.disk[:high] == NO_SLOT)
         alone &= (index.size_class[:high] == size_class) & (index.busy[:high] == 0)
         rows = np.flatnonzero(alone).astype(np.uint32)
         oldest: U32 = rows[np.argsort(index.stamp[rows])[:count]]
@@ -575,8 +579,8 @@ class Residency:
                 index.take_off_disk(rows[bad])
                 good &= ~bad
             kept = rows[good & (index.dram[rows] != NO_SLOT)]
-            self._count_clean(kept, 1)
-            size_class = self._classes[plan.size_class]
+            self.count_clean(kept, 1)
+            size_class = self.classes[plan.size_class]
             size_class.clean_victims.add(kept)
             # They may be older than all that was there before: children of what else would go first.
             size_class.disk_victims.add(rows[good])
@@ -624,7 +628,7 @@ class Residency:
         self.dram.pool.ready(plan.pages[keep])
         index.dram[rows[keep]] = plan.pages[keep]
         self.landed(rows[keep])
-        self._count_clean(rows[keep], 1)
+        self.count_clean(rows[keep], 1)
         self.dram.free(plan.pages[~keep])
         self.counters["promoted_blocks"] += int(keep.sum())
         self.free_doomed(rows)
@@ -635,7 +639,7 @@ class Residency:
 
     def plan_move(self) -> Move | None:
         """Picks a slab for a size class that has no room, from the class whose oldest blocks are the oldest of all."""
-        for needy in self._classes:
+        for needy in self.classes:
             if needy.starved:
                 needy.starved = False
                 plan = self._plan_move_to(needy.number)
@@ -648,7 +652,7 @@ class Residency:
         high = index.high
         resident = (index.dram[:high] != NO_SLOT) & (index.state[:high] == RowState.READY)
         oldest: list[tuple[int, int]] = []
-        for size_class in range(len(self._classes)):
+        for size_class in range(len(self.classes)):
             rows = np.flatnonzero(resident & (index.size_class[:high] == size_class))
             if len(rows):
                 oldest.append((int(index.stamp[rows].min()), size_class))
@@ -674,7 +678,7 @@ class Residency:
         pages = index.dram[mine]
         # The donor's oldest blocks go, wherever they lie; what is left in the slab moves to the slots of the others.
         self._evict(donor, len(mine) - pool.free_slots(slot_bytes))
-        self._classes[donor].starved = False
+        self.classes[donor].starved = False
         stay = (index.state[mine] == RowState.READY) & (index.dram[mine] == pages)
         movers = mine[stay]
         targets = pool.allocate(slot_bytes, len(movers))
@@ -703,179 +707,6 @@ class Residency:
         else:
             self.dram.pool.unreserve_slab(plan.slab)
 
-    def warm(self, most: int) -> list[tuple[Space, U32]]:
-        """The ready rows in DRAM, in pieces of at most `most` rows of one space. Valid while nothing changes."""
-        rows = np.flatnonzero(self._resident(Tier.DRAM)).astype(np.uint32)
-        pieces = []
-        for space in self.spaces:
-            mine = rows[self.index.space[rows] == space.number]
-            pieces += [(space, mine[start : start + most]) for start in range(0, len(mine), most)]
-        return pieces
-
-    def describe(self, space: Space, rows: U32) -> Warm:
-        """What `adopt` needs to know of rows of a space, those that are ready in DRAM still."""
-        index = self.index
-        rows = rows[(index.state[rows] == RowState.READY) & (index.dram[rows] != NO_SLOT)]
-        parents = index.parent[rows]
-        has_parent = parents != NO_ROW
-        keys_above = np.zeros((len(rows), 4), dtype=np.uint64)
-        keys_above[has_parent] = index.key[parents[has_parent]]
-        has_tokens = index.token_slot[rows] != NO_SLOT
-        width = space.shape.block_tokens
-        tokens = index.tokens_of(rows[has_tokens], width) if has_tokens.any() else np.empty((0, width), np.uint32)
-        return Warm(
-            space=space,
-            keys=index.key[rows],
-            parents=keys_above,
-            has_parent=has_parent,
-            pages=index.dram[rows],
-            stamps=index.stamp[rows],
-            reused=index.reused[rows],
-            has_tokens=has_tokens,
-            tokens=tokens,
-        )
-
-    def adopt(self, warm: list[Warm], recovery: Recovery | None) -> tuple[int, int]:
-        """Takes over blocks of an earlier daemon's DRAM, and those that the disk holds; how many of each are kept.
-
-        At the start alone. A block is kept where the whole chain above it is here, in either place; the slots of the
-        others are free. ValueError where `warm` names slots that cannot be.
-        """
-        disk = self._recovered(recovery)
-        index = self.index
-        if not warm and not len(disk.slots):
-            return 0, 0
-        # Blocks in both places stand twice; the first of two is kept, and DRAM knows the later stamp.
-        parts = [(w.space.number, w.keys, w.parents, w.has_parent, w.stamps) for w in warm]
-        parts.append((disk.space, disk.keys, disk.parents, disk.has_parent, disk.stamps))  # type: ignore[arg-type]
-        rows = index.insert_bulk(
-            np.concatenate([np.broadcast_to(np.asarray(p[0], np.uint32), len(p[4])) for p in parts]),
-            *(np.concatenate([part[column] for part in parts]) for column in range(1, 5)),
-        )
-        warm_kept = sum(self._adopt_warm(piece) for piece in warm)
-        disk_kept = self._attach_disk(disk, self._find(disk) if warm else rows)
-        self.counters["recovered_blocks"] += disk_kept
-        self.counters["recovery_unreachable_blocks"] += len(disk.slots) - disk_kept
-        dirty = np.flatnonzero(self._resident(Tier.DRAM) & (index.disk[: index.high] == NO_SLOT))
-        for size_class in range(len(self._classes)):
-            self.stored(dirty[index.size_class[dirty] == size_class].astype(np.uint32), size_class)
-        return warm_kept, disk_kept
-
-    def _adopt_warm(self, warm: Warm) -> int:
-        index, space = self.index, warm.space
-        rows = index.find(space.number, warm.keys)
-        kept = rows != NO_ROW
-        mine = rows[kept]
-        if len(np.unique(mine)) != len(mine):
-            raise ValueError("a block is named twice")
-        if space.keeps_tokens and not warm.has_tokens.all():
-            raise ValueError("a block whose hash can collide comes without its tokens")
-        self.dram.pool.restore(space.slot_bytes, warm.pages[kept], SlotState.READY)
-        index.dram[mine] = warm.pages[kept]
-        index.size_class[mine] = space.size_class
-        index.reused[mine] = warm.reused[kept] != 0
-        told = kept & warm.has_tokens
-        if told.any():
-            index.keep_tokens(rows[told], warm.tokens[told[warm.has_tokens]])
-        return len(mine)
-
-    def join(self, recovery: Recovery) -> int:
-        """A drive that was left out is there, and holds these blocks; how many are kept. They count as the oldest.
-
-        A block is kept where it has no other copy on disk and the whole chain above it is here. The slots of the others
-        are freed.
-        """
-        disk = self._recovered(recovery)
-        rows = self._find(disk)
-        new = rows == NO_ROW
-        rows[new] = self.index.insert_bulk(
-            disk.space[new], disk.keys[new], disk.parents[new], disk.has_parent[new], disk.stamps[new], oldest=True
-        )
-        kept = self._attach_disk(disk, rows)
-        self.counters["joined_blocks"] += kept
-        log.warning("blocks of a drive that is back kept=%d given_up=%d", kept, len(recovery) - kept)
-        on_disk = rows[rows != NO_ROW]
-        for size_class in self._classes:
-            mine = on_disk[self.index.size_class[on_disk] == size_class.number]
-            size_class.disk_victims.add(mine)
-            size_class.clean_victims.add(mine[self.index.dram[mine] != NO_SLOT])
-        return kept
-
-    def relink(self, disk: Drives, recovery: Recovery) -> None:
-        """The directory was closed and is open again, its slots numbered anew: finds the copies of the blocks again.
-
-        What lay there alone and is there no more is forgotten. Nothing of the disk may be under way.
-        """
-        index, high = self.index, self.index.high
-        had = np.flatnonzero(index.disk[:high] != NO_SLOT).astype(np.uint32)
-        self._count_clean(had[index.dram[had] != NO_SLOT], -1)
-        index.take_off_disk(had)
-        self.disk = disk
-        found = self._recovered(recovery)
-        self._attach_disk(found, self._find(found))
-        nowhere = ~self.in_memory(had) & (index.disk[had] == NO_SLOT) & (index.state[had] == RowState.READY)
-        if nowhere.any():
-            self.forget(had[nowhere])
-
-    def _find(self, disk: Recovered) -> U32:
-        rows = np.full(len(disk.space), NO_ROW, dtype=np.uint32)
-        for number in np.unique(disk.space).tolist():
-            mine = np.flatnonzero(disk.space == number)
-            rows[mine] = self.index.find(number, disk.keys[mine])
-        return rows
-
-    def _attach_disk(self, disk: Recovered, rows: U32) -> int:
-        """Gives rows their copies on disk, and frees the slots of blocks without a row; how many have one."""
-        index = self.index
-        # A row that does not exist is FREE: the column's first one lends its place.
-        named = np.where(rows != NO_ROW, rows, 0)
-        there = (rows != NO_ROW) & (index.state[named] == RowState.READY) & (index.disk[named] == NO_SLOT)
-        there &= ~np.isin(rows, list(self._descending))
-        first = np.zeros(len(rows), dtype=np.bool_)
-        first[np.unique(rows, return_index=True)[1]] = True
-        kept = there & first
-        mine = rows[kept]
-        classes = np.array([s.size_class for s in self.spaces] or [0], dtype=np.uint8)
-        index.put_on_disk(mine, disk.slots[kept])
-        index.size_class[mine] = classes[disk.space[kept]]
-        self._count_clean(mine[index.dram[mine] != NO_SLOT], 1)
-        if self.disk is not None:
-            self.disk.free(disk.slots[~kept])
-            # The capacity may have been larger in the run before.
-            self.trim_disk()
-        return len(mine)
-
-    def _recovered(self, recovery: Recovery | None) -> Recovered:
-        """The blocks of a directory whose namespaces are understood; the slots of the others are freed."""
-        if recovery is None or self.disk is None:
-            none = np.empty((0, 4), dtype=np.uint64)
-            return Recovered(_none(np.uint32), none, none, _none(np.bool_), _none(np.uint64), _none(np.uint32))
-        spaces = np.full((len(recovery.namespaces), 256), NO_ROW, dtype=np.uint32)
-        for number, (fingerprint, descriptor) in enumerate(recovery.namespaces):
-            try:
-                namespace = Namespace.from_map(decode_body(descriptor))
-                if namespace.fingerprint() != fingerprint or namespace.hash_algo not in CRYPTOGRAPHIC:
-                    # Where hashes can collide token ids must be compared, and they are not read at the start.
-                    raise Refused("its blocks cannot be told apart by their hashes alone")
-                for group in range(len(namespace.groups)):
-                    spaces[number, group] = self.space(namespace, group).number
-            except CascadeError:
-                self.counters["recovery_unfit_namespaces"] += 1
-        space = spaces[recovery.ns, recovery.group]
-        fits = space != NO_ROW
-        lengths = np.array([s.slot_bytes for s in self.spaces] or [0], dtype=np.uint32)
-        fits &= lengths[np.where(fits, space, 0)] == recovery.length
-        self.disk.free(recovery.slot[~fits])
-        self.counters["recovery_unreachable_blocks"] += int((~fits).sum())
-        return Recovered(
-            space=space[fits],
-            keys=np.ascontiguousarray(recovery.hashes).view("<u8").reshape(-1, 4)[fits],
-            parents=np.ascontiguousarray(recovery.parents).view("<u8").reshape(-1, 4)[fits],
-            has_parent=recovery.has_parent[fits],
-            stamps=recovery.stamp[fits],
-            slots=recovery.slot[fits],
-        )
-
     def where(self, space: Space, hashes: bytes) -> U8:
         """For each block a bit mask of the tiers that it lies in (1 << Tier), 0 where absent."""
         rows = self.index.find(space.number, self.keys(space, hashes))
@@ -888,7 +719,7 @@ class Residency:
     def blocks_by_space(self, tier: Tier | None = None) -> list[int]:
         """Ready blocks of each space, wherever they lie or with a copy in `tier`. O(rows)."""
         high = self.index.high
-        counted = self.index.state[:high] == RowState.READY if tier is None else self._resident(tier)
+        counted = self.index.state[:high] == RowState.READY if tier is None else self.resident(tier)
         counts: list[int] = np.bincount(self.index.space[:high][counted], minlength=len(self.spaces)).tolist()
         return counts
 
@@ -897,9 +728,9 @@ class Residency:
 
     def blocks_in(self, tier: Tier) -> int:
         """Ready blocks that have a copy in a tier. O(rows)."""
-        return int(self._resident(tier).sum())
+        return int(self.resident(tier).sum())
 
-    def _resident(self, tier: Tier) -> Mask:
+    def resident(self, tier: Tier) -> Mask:
         index = self.index
         high = index.high
         column = dict(self._columns())[tier][:high]
@@ -909,7 +740,7 @@ class Residency:
     def dirty_in(self, tier: Tier) -> int:
         """Ready blocks of a memory tier without a copy in a lower tier. O(rows)."""
         high = self.index.high
-        mask = self._resident(tier)
+        mask = self.resident(tier)
         mask &= self.index.disk[:high] == NO_SLOT
         if tier is Tier.HBM:
             mask &= self.index.dram[:high] == NO_SLOT
@@ -917,7 +748,7 @@ class Residency:
 
     def pinned_in(self, tier: Tier) -> int:
         """Ready blocks of a tier that some lease pins. O(rows)."""
-        return int((self._resident(tier) & (self.index.pins[: self.index.high] != 0)).sum())
+        return int((self.resident(tier) & (self.index.pins[: self.index.high] != 0)).sum())
 
     def keys(self, space: Space, hashes: bytes) -> U64:
         if len(hashes) % space.width:
@@ -935,7 +766,7 @@ class Residency:
         if self.disk is not None:
             wrong += [f"disk: {text}" for text in self.disk.check()]
             below = np.flatnonzero(index.disk[: index.high] != NO_SLOT)
-            fitting = np.array([slot_size(one.slot_bytes) for one in self._classes] or [0], dtype=np.uint64)
+            fitting = np.array([slot_size(one.slot_bytes) for one in self.classes] or [0], dtype=np.uint64)
             unfit = int((self.disk.sizes_of(index.disk[below]) != fitting[index.size_class[below]]).sum())
             if unfit:
                 wrong.append(f"disk: {unfit} rows have slots of another size than their blocks")
@@ -953,7 +784,7 @@ class Residency:
             taken = taken[taken != NO_SLOT]
             if len(np.unique(taken)) != len(taken):
                 wrong.append(f"{tier.name.lower()}: two rows share a slot")
-        for one in self._classes:
+        for one in self.classes:
             mine = held[index.size_class[held] == one.number]
             counted = int((index.disk[mine] != NO_SLOT).sum())
             if counted != one.clean:

@@ -43,6 +43,7 @@ from .cluster import Cluster
 from .handover import OPEN_S, RETRY_MOST_S, RETRY_S, Absent, Listener, Orphaned, Predecessor, Successor, Withheld
 from .keeper import LEDGER, POOL, Keeper, Remains
 from .protocol import POOL_DRAM, POOL_HBM
+from .recovery import adopt, relink
 from .residency import Residency
 from .session import Session
 from .status import describe
@@ -151,7 +152,7 @@ class Daemon:
             stack.push_async_callback(self._end_reopening)
             earlier = predecessor or remains
             warm = [] if earlier is None else await earlier.read(residency)
-            taken, kept = residency.adopt(warm, recovery)
+            taken, kept = adopt(residency, warm, recovery)
             if recovery is not None:
                 dropped = dict(recovery.dropped)
                 counted = (
@@ -594,7 +595,7 @@ class Daemon:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, RETRY_MOST_S)
                 continue
-            self.residency.relink(disk, recovery)
+            relink(self.residency, disk, recovery)
             for space in self.residency.spaces:
                 self.register_namespace(space.namespace)
             return

@@ -24,6 +24,7 @@ from kvcascade.tiers.workers import outlast
 from .index import NO_ROW, NO_SLOT, U32, Mask
 from .plans import Demotion, Move, Promotion, Space
 from .protocol import Tier
+from .recovery import join
 from .residency import Residency
 
 log = logging.getLogger("kvcascade.transfer")
@@ -264,7 +265,7 @@ class Transfer:
             try:
                 joined = await disk.watch(drive)
                 if joined is not None:
-                    self._residency.join(joined)
+                    join(self._residency, joined)
                 self._residency.trim_disk()
             except Exception:
                 log.exception("watching failed drive=%d", drive)

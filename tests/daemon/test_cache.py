@@ -11,6 +11,7 @@ from kvcascade.config.errors import LayoutMismatch, ProtocolError, Refused
 from kvcascade.daemon.index import NO_SLOT, RowState
 from kvcascade.daemon.lease import Fence
 from kvcascade.daemon.protocol import BlockState, Tier
+from kvcascade.daemon.recovery import adopt
 from kvcascade.tiers.namespace import Namespace
 
 PER_SLAB = SLAB // BLOCK
@@ -1203,7 +1204,7 @@ async def test_an_orderly_end_writes_everything_down_and_the_next_start_finds_it
 
     disk, recovery = await open_disk(tmp_path / "disk", 64 << 20)
     node = Node(slabs=2, budget=1, disk=disk)
-    assert node.residency.adopt([], recovery)[1] == 28
+    assert adopt(node.residency, [], recovery)[1] == 28
     node.expect_sound()
     engine, other = node.engine(), node.engine(namespace("other", layers=20))
     for who, blocks in ((engine, path(1, 20)), (other, path(1, 5)), (engine, path(2, 3))):
@@ -1233,7 +1234,7 @@ async def test_recovery_takes_over_no_chain_with_a_hole_and_no_more_than_the_lim
     disk, recovery = await open_disk(tmp_path / "disk", 5 * (BLOCK + 4096))
     assert len(recovery) == 11
     node = Node(slabs=2, budget=1, disk=disk)
-    node.residency.adopt([], recovery)
+    adopt(node.residency, [], recovery)
     node.expect_sound()
     engine = node.engine()
     assert node.rows_in(Tier.DISK) == 5

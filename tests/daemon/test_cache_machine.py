@@ -23,6 +23,7 @@ from kvcascade.daemon.index import RowState
 from kvcascade.daemon.lease import Fence, Writer
 from kvcascade.daemon.plans import Demotion, Move, Promotion, Slots
 from kvcascade.daemon.protocol import POOL_DRAM, BlockState, Tier
+from kvcascade.daemon.recovery import adopt
 from kvcascade.tiers.disk import disproves
 from kvcascade.tiers.pool import SlotState
 
@@ -143,7 +144,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.loop.run_until_complete(self.disk.close())
         self.disk, recovery = self.loop.run_until_complete(open_disk(self.directory, DISK_BYTES))
         self.node = Node(slabs=2, disk=self.disk, budget=1)
-        self.node.residency.adopt([], recovery)
+        adopt(self.node.residency, [], recovery)
         self.node.expect_idle()
         for kind, ranks in KINDS:
             engine = self.node.engine(kind, ranks)

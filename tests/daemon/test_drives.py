@@ -12,6 +12,7 @@ from engines.node import BLOCK, Clock, Engine, Node, open_disk
 
 from kvcascade.daemon.index import NO_SLOT
 from kvcascade.daemon.protocol import Tier
+from kvcascade.daemon.recovery import adopt, join
 from kvcascade.daemon.transfer import Transfer
 from kvcascade.tiers.disk import DiskTier
 from kvcascade.tiers.drives import Drives
@@ -171,7 +172,7 @@ async def test_a_drive_that_was_left_out_at_the_start_comes_back_with_its_blocks
                   clock=clock)  # fmt: skip
     recovery = await asyncio.to_thread(disk.open)
     node = Node(slabs=4, budget=1, low_watermark=0.5, disk=disk)
-    node.residency.adopt([], recovery)
+    adopt(node.residency, [], recovery)
     engine = node.engine()
     assert [engine.matched(chain) for chain in away] == [0, 0, 0]
     # Meanwhile some of them are stored again: the first whole, and on disk; of the second the head, in memory alone.
@@ -183,7 +184,7 @@ async def test_a_drive_that_was_left_out_at_the_start_comes_back_with_its_blocks
     clock.now += 61
     joined = await disk.watch(1)
     assert joined is not None
-    assert node.residency.join(joined) == 32
+    assert join(node.residency, joined) == 32
     node.expect_sound()
     assert [engine.matched(chain) for chain in chains] == [16] * 6
     assert node.rows_in(Tier.DISK) == disk.blocks == 6 * 16
@@ -201,7 +202,7 @@ async def test_a_drive_that_was_left_out_at_the_start_comes_back_with_its_blocks
     assert await disk.close()
     disk, recovery = await open_disk(directories, 32 << 20)
     node = Node(slabs=4, budget=1, disk=disk)
-    node.residency.adopt([], recovery)
+    adopt(node.residency, [], recovery)
     assert node.residency.counters["recovery_unreachable_blocks"] == 0
     assert node.engine().matched((*away[2], 7, 8)) == 18
     node.expect_sound()
@@ -227,11 +228,11 @@ async def test_blocks_of_a_drive_that_comes_back_are_given_up_where_their_heads_
                   clock=clock)  # fmt: skip
     recovery = await asyncio.to_thread(disk.open)
     node = Node(slabs=4, budget=1, low_watermark=0.5, disk=disk)
-    node.residency.adopt([], recovery)
+    adopt(node.residency, [], recovery)
     clock.now += 61
     joined = await disk.watch(1)
     assert joined is not None
-    assert (len(joined), node.residency.join(joined), disk.blocks) == (15, 1, 1)
+    assert (len(joined), join(node.residency, joined), disk.blocks) == (15, 1, 1)
     node.expect_sound()
     node.close()
     assert await disk.close()

@@ -14,6 +14,7 @@ from engines.scripted import prompt
 from kvcascade.daemon.index import NO_ROW, NO_SLOT, RowState
 from kvcascade.daemon.plans import Demotion
 from kvcascade.daemon.protocol import Tier
+from kvcascade.daemon.recovery import adopt
 
 SIZE = BLOCK + 4096
 
@@ -76,7 +77,7 @@ async def test_no_block_lies_on_disk_without_those_above_it(
     assert await disk.close()
     disk, recovery = await open_disk(directories, blocks * SIZE // drives)
     node = Node(slabs=4, budget=1, disk=disk)
-    assert node.residency.adopt([], recovery)[1] == held
+    assert adopt(node.residency, [], recovery)[1] == held
     assert node.residency.counters["recovery_unreachable_blocks"] == 0
     node.expect_sound()
     node.close()
