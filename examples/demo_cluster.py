@@ -5,18 +5,13 @@ with SmolLM2-135M; one Redis is their directory and shared tier. Node A answers 
 B, which never saw it, then answers the same with A's blocks: first straight from node A, then, started anew, from
 Redis; then node A is killed, then Redis, and B goes on each time. The table says what each prompt took; every text must
 be the one that is computed without kvcascade, or the demo fails.
-
-Rule: whatever this starts, it ends, also on errors and Ctrl-C. The last line is `demo ok: ...`, or `demo failed: why`
-and a non-zero exit code.
 """
 
-import argparse
 import os
 import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,42 +22,36 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from demo import (  # noqa: E402
+from stage import (
     QUESTION_TOKENS,
     QUESTIONS,
-    STARTING_S,
     Daemon,
     DemoError,
     Engine,
     Process,
+    ask,
     document,
-    kvcascade_command,
-    prove,
-    signals_end_the_demo,
+    main,
+    prepared_model,
+    scratch,
 )
-
-from kvcascade.config.errors import CascadeError  # noqa: E402
 
 ADDRESSES = {"a": "10.213.77.1", "b": "10.213.77.2"}
 PORT, REDIS_PORT = 7400, 6379
 SHARED_S = 60.0  # for node A's blocks to be in Redis
 
 
-class Node(Daemon):
+def serve(namespace: str, name: str, directory: Path, secret: Path, store: str) -> Daemon:
     """A daemon in a network namespace, that keeps its blocks in DRAM alone."""
-
-    def __init__(self, namespace: str, name: str, directory: Path, secret: Path, store: str) -> None:
-        self.socket = directory / f"{name}.sock"
-        command = [
-            "ip", "netns", "exec", namespace, kvcascade_command(), "serve", "--socket", str(self.socket),
-            "--dram", "512MiB", "--cluster-node", name, "--cluster-secret-file", str(secret),
-            "--listen", f"{ADDRESSES[name]}:{PORT}", "--redis", f"redis://{ADDRESSES['a']}:{REDIS_PORT}/0",
-            "--redis-store", store,
-        ]  # fmt: skip
-        Process.__init__(self, f"node {name}", command, directory, stdout=subprocess.DEVNULL)
+    settings = [
+        "--dram", "512MiB", "--cluster-node", name, "--cluster-secret-file", str(secret),
+        "--listen", f"{ADDRESSES[name]}:{PORT}", "--redis", f"redis://{ADDRESSES['a']}:{REDIS_PORT}/0",
+        "--redis-store", store,
+    ]  # fmt: skip
+    inside = ("ip", "netns", "exec", namespace)
+    return Daemon(f"node {name}", directory / f"{name}.sock", settings, directory, inside=inside)
 
 
 class Redis(Process):
@@ -118,8 +107,7 @@ class Demo:
 
     def ask(self, phase: str, engine: Engine, number: int = 0) -> dict[str, Any]:
         """One question; every answer must be the one that was given without kvcascade."""
-        prompt = f"{self._text}\n\nAnswer a question about this licence: {QUESTIONS[number]}"
-        reply = engine.answer([{"role": "user", "content": prompt}], QUESTION_TOKENS)
+        reply = engine.answer(ask(self._text, QUESTIONS[number]), QUESTION_TOKENS)
         reference = self._references.setdefault(number, reply)
         self.rows.append((phase, number, reply))
         sources = ", ".join(f"{count} from {source}" for source, count in reply["tokens"].items() if count)
@@ -164,17 +152,12 @@ class Demo:
 
 def run(console: Console, stack: ExitStack) -> str:
     names = stack.enter_context(two_machines())
-    base = "/var/tmp" if os.access("/var/tmp", os.W_OK) else None
-    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvcascade-demo-", dir=base)))
+    directory = stack.enter_context(scratch())
     secret = directory / "secret"
     secret.touch(0o600)
     secret.write_text(secrets.token_hex(32))
     console.print("preparing the model (20 s, once)")
-    convert = [sys.executable, "-P", str(HERE / "smollm2.py")]
-    with Process("model", convert, directory, stdout=subprocess.PIPE, text=True) as made:
-        model = Path(made.popen.communicate(timeout=STARTING_S)[0].strip())
-        if made.popen.returncode:
-            made.fail("could not be prepared")
+    model = prepared_model(directory)
     demo = Demo(console, document())
 
     with Engine("reference engine", model, directory, None) as engine:
@@ -182,7 +165,7 @@ def run(console: Console, stack: ExitStack) -> str:
             demo.ask("without kvcascade", engine, number)
 
     redis = stack.enter_context(Redis(names["a"], directory))
-    node_a = stack.enter_context(Node(names["a"], "a", directory, secret, "both"))
+    node_a = stack.enter_context(serve(names["a"], "a", directory, secret, "both"))
     with Engine("engine A", model, directory, node_a.socket) as engine:
         demo.ask("A, cold", engine)
     end = time.monotonic() + SHARED_S
@@ -193,29 +176,29 @@ def run(console: Console, stack: ExitStack) -> str:
 
     def on_node_b(phase: str, store: str, number: int, source: str) -> dict[str, Any]:
         with (
-            Node(names["b"], "b", directory, secret, store) as node,
+            serve(names["b"], "b", directory, secret, store) as node,
             Engine("engine B", model, directory, node.socket) as engine,
         ):
             reply = demo.ask(phase, engine, number)
             demo.expect(reply, source)
-            prove(node)
+            node.prove()
             return reply
 
     time.sleep(1)
     peer = on_node_b("B, from node A", "directory", 0, "peer")
-    prove(node_a)
+    node_a.prove()
     from_redis = on_node_b("B, from Redis", "payload", 0, "redis")
     node_a.popen.kill()
     on_node_b("B, node A killed", "both", 1, "redis")
     with (
-        Node(names["b"], "b", directory, secret, "both") as node,
+        serve(names["b"], "b", directory, secret, "both") as node,
         Engine("engine B", model, directory, node.socket) as engine,
     ):
         demo.ask("B, node A killed", engine, 0)
         redis.popen.kill()
         redis.popen.wait()
         demo.expect(demo.ask("B, Redis killed", engine, 2), "dram")
-        prove(node)
+        node.prove()
 
     console.print(demo.table())
     cold = demo.rows[0][2]["first_token"]
@@ -226,21 +209,5 @@ def run(console: Console, stack: ExitStack) -> str:
     )
 
 
-def main() -> int:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    console = Console()
-    try:
-        with signals_end_the_demo(), ExitStack() as stack:
-            verdict = run(console, stack)
-    except (DemoError, CascadeError, OSError, subprocess.SubprocessError) as error:
-        console.print(f"demo failed: {error}", soft_wrap=True, highlight=False, markup=False)
-        return 1
-    except KeyboardInterrupt:
-        console.print("demo failed: interrupted", highlight=False)
-        return 130
-    console.print(f"demo ok: {verdict}", soft_wrap=True, highlight=False, markup=False)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__, run))
