@@ -21,10 +21,11 @@ from kvcascade.config.settings import Endpoint, PeerSettings
 from kvcascade.tiers import value
 from kvcascade.tiers.codec import Codec, encode
 from kvcascade.tiers.remote import Secret
+from kvcascade.tiers.wire import SOCKET_BYTES
 
 from .fleet import NodeInfo
 from .granting import Grant
-from .peer_wire import SOCKET_BYTES, Channel, Different, Say, tls_context
+from .peer_wire import Channel, Different, Say, tls_context
 from .protocol import take
 
 log = logging.getLogger("kvcascade.peers")

@@ -22,14 +22,14 @@ header of zeros says that it did not, and that no more values come. So what prov
 where the rest of the answer never comes.
 """
 
+import math
 import os
 import secrets
-import select
 import socket
 import ssl
 import struct
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from typing import Any, Final
 
@@ -38,6 +38,7 @@ import cbor2
 from kvcascade.config.errors import ConfigError, ProtocolError, Refused, TierUnavailable
 from kvcascade.config.settings import PeerSettings
 from kvcascade.tiers.remote import TAG_BYTES, Secret
+from kvcascade.tiers.wire import Bytes, TimedSocket, reason_of
 
 from .fleet import NodeInfo
 from .protocol import decode_body, take
@@ -49,11 +50,6 @@ _FRAME: Final = struct.Struct("<BIQ")  # kind, length of the body, number of the
 MAX_HELLO: Final = 4096
 MAX_BODY: Final = 4 << 20  # 65,536 hashes and more
 NONCE_BYTES: Final = 32
-SOCKET_BYTES: Final = 4 << 20
-IOV_MAX: Final = 512
-LATE_S: Final = 0.05
-
-Bytes = bytes | memoryview
 
 
 class Say(IntEnum):
@@ -68,19 +64,15 @@ class Say(IntEnum):
 
 
 class Channel:
-    """A connected socket with deadlines; not thread-safe. TierUnavailable for trouble, ProtocolError for nonsense."""
+    """A socket with deadlines; not thread-safe. TierUnavailable for trouble, ProtocolError for nonsense."""
 
     def __init__(self, sock: socket.socket, secret: Secret) -> None:
-        self._sock = sock
+        self._sock = TimedSocket(sock)
         self._secret = secret
-        self._deadline = 0.0
-        self._timeout = -1.0  # the socket's
         self._key = b""
         self._sides = (b"", b"")  # ours, theirs
         self._numbers = [0, 0]  # of the next frame: ours, theirs
         self.closed = False
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def close(self) -> None:
         """Idempotent."""
@@ -89,93 +81,46 @@ class Channel:
 
     def break_off(self) -> None:
         """Ends what another thread is waiting for on this channel."""
-        try:
-            # Not SSLSocket's own, which takes the TLS state away under the thread that uses it.
-            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
-        except OSError:
-            pass
+        with suppress(OSError):
+            self._sock.cut()
 
     def is_stale(self) -> bool:
         """Whether the other side has closed an idle connection, or said what nobody asked for."""
-        try:
-            poll = select.poll()
-            poll.register(self._sock, select.POLLIN)
-            return bool(poll.poll(0))
-        except (OSError, ValueError):
-            return True
+        return not self._sock.idle()
 
-    def until(self, deadline: float) -> None:
-        """Sets the time (`time.monotonic`) by which the next calls end."""
-        self._deadline = deadline
-
-    def secure(self) -> None:
-        """TLS's own handshake, where the socket is of TLS."""
-        if isinstance(self._sock, ssl.SSLSocket):
-            try:
-                self._wait()
-                self._sock.do_handshake()
-            except OSError as error:
-                raise self._failed(error) from error
+    def until(self, deadline: float, silence: float = math.inf) -> None:
+        """Sets the time by which the next calls end, and for how long no byte may move in them."""
+        self._sock.until(deadline, silence)
 
     def connect(self, address: Any) -> None:
         """Connects the socket; TLS's handshake is still to come."""
-        try:
-            self._wait()
-            self._sock.connect(address)
-        except OSError as error:
-            raise self._failed(error) from error
+        self._do(self._sock.connect, address)
 
-    def _wait(self) -> None:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        # A system call, so not before each of those for small blocks; a call may end so much too late.
-        if not left <= self._timeout <= left + LATE_S:
-            self._sock.settimeout(left)
-            self._timeout = left
+    def secure(self) -> None:
+        """TLS's own handshake, where the socket is of TLS."""
+        self._do(self._sock.secure)
 
     # ---- bytes
 
     def send(self, parts: Sequence[Bytes]) -> None:
         """Sends all parts, in order."""
-        views = [memoryview(part).cast("B") for part in parts if len(part)]
-        try:
-            while views:
-                self._wait()
-                if isinstance(self._sock, ssl.SSLSocket):
-                    sent = self._sock.send(views[0][: 1 << 20])
-                else:
-                    sent = self._sock.sendmsg(views[:IOV_MAX])
-                while sent:
-                    if sent >= len(views[0]):
-                        sent -= len(views.pop(0))
-                    else:
-                        views[0], sent = views[0][sent:], 0
-        except OSError as error:
-            raise self._failed(error) from error
+        self._do(self._sock.send, parts)
 
     def read_into(self, into: memoryview) -> None:
         """Reads exactly as many bytes as `into` has."""
-        have = 0
-        try:
-            while have < len(into):
-                self._wait()
-                count = self._sock.recv_into(into[have:])
-                if not count:
-                    raise ConnectionResetError("closed by the other side")
-                have += count
-        except OSError as error:
-            raise self._failed(error) from error
+        self._do(self._sock.read_into, into)
 
     def read(self, count: int) -> bytes:
         data = bytearray(count)
         self.read_into(memoryview(data))
         return bytes(data)
 
-    def _failed(self, error: OSError) -> TierUnavailable:
-        self.close()
-        text = "no answer in time" if isinstance(error, TimeoutError) else str(error.strerror or error)
-        return TierUnavailable(f"peer: {text}")
+    def _do(self, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except OSError as error:
+            self.close()
+            raise TierUnavailable(f"peer: {reason_of(error)}") from error
 
     # ---- the handshake
 

@@ -25,10 +25,11 @@ from kvcascade.config.settings import Endpoint, PeerSettings
 from kvcascade.tiers import value
 from kvcascade.tiers.codec import Codec, CodecError, decode
 from kvcascade.tiers.remote import Fetch, Secret
+from kvcascade.tiers.wire import SOCKET_BYTES
 from kvcascade.tiers.workers import Workers, outlast
 
 from .fleet import NodeInfo
-from .peer_wire import SOCKET_BYTES, Channel, Different, Say, tls_context
+from .peer_wire import Channel, Different, Say, tls_context
 from .protocol import take
 
 log = logging.getLogger("kvcascade.peers")

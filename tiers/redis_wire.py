@@ -7,7 +7,7 @@ again: a reply that was not read would be taken for the answer to a later questi
 """
 
 import logging
-import select
+import math
 import socket
 import ssl
 import time
@@ -29,19 +29,18 @@ from redis.sentinel import Sentinel
 from kvcascade.config.errors import ConfigError, TierUnavailable
 from kvcascade.config.settings import RedisSettings
 
+from .wire import SOCKET_BYTES, Bytes, TimedSocket, reason_of
+
 log = logging.getLogger("kvcascade.redis")
 
-Bytes = bytes | memoryview
 Node = tuple[str, int]
 
 BUFFER_BYTES: Final = 4096  # read ahead: of a large payload this much is copied once more
-SOCKET_BYTES: Final = 4 << 20
 MAX_LINE: Final = 4096
 MAX_ITEMS: Final = 1 << 17  # of a list in a reply
 MAX_DEPTH: Final = 4
 MAX_SMALL: Final = 1 << 20  # a reply that is no block
 MAX_VALUE: Final = 512 << 20  # Redis' own limit
-IOV_MAX: Final = 512
 DEFAULT_PORT: Final = 6379
 SENTINEL_PORT: Final = 26379
 
@@ -69,14 +68,12 @@ class Wire:
         except (RedisError, OSError) as error:
             connection.disconnect()  # type: ignore[no-untyped-call]
             raise TierUnavailable(f"redis: {error}") from error
-        self._sock = sock
         if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
+        self._sock = TimedSocket(sock)
         self._ahead = bytearray(BUFFER_BYTES)
         self._buffer = memoryview(self._ahead)
         self._start = self._end = 0
-        self._deadline = 0.0
         self._closing = Lock()  # over the end of the descriptor that `cut` names
         self.closed = False
         self.stale = False  # set by any thread: the next call goes over another connection
@@ -109,49 +106,22 @@ class Wire:
         """Ends it from another thread: that which reads or sends finds it closed at once."""
         with self._closing, suppress(OSError):
             if not self.closed:
-                # Not a TLS socket's own method, which takes the session from under the other thread.
-                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+                self._sock.cut()
 
     def idle(self) -> bool:
         """Whether nothing has come that nobody asked for, an end included."""
-        if self.closed or self._start != self._end:
-            return False
-        if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
-            return False
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        return not poll.poll(0)
+        return not self.closed and self._start == self._end and self._sock.idle()
 
-    def until(self, deadline: float) -> None:
-        """Sets the time by which the next calls end."""
-        self._deadline = deadline
-
-    def _wait(self) -> None:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._sock.settimeout(left)
+    def until(self, deadline: float, silence: float = math.inf) -> None:
+        """Sets the time by which the next calls end, and for how long no byte may move in them."""
+        self._sock.until(deadline, silence)
 
     def send(self, parts: Sequence[Bytes]) -> None:
         """Sends all parts, in order."""
-        views = [memoryview(part).cast("B") for part in parts if len(part)]
         try:
-            while views:
-                self._wait()
-                sent = self._sendmsg(views[:IOV_MAX])
-                while sent:
-                    if sent >= len(views[0]):
-                        sent -= len(views.pop(0))
-                    else:
-                        views[0], sent = views[0][sent:], 0
+            self._sock.send(parts)
         except OSError as error:
             self._fail(error)
-
-    def _sendmsg(self, views: list[memoryview]) -> int:
-        try:
-            return self._sock.sendmsg(views)
-        except NotImplementedError:  # TLS
-            return self._sock.send(views[0])
 
     def reply(self, depth: int = 0) -> Any:
         """One small reply: an int, bytes, None, text, or a list of these. RedisSaysNo for an error.
@@ -239,12 +209,9 @@ class Wire:
 
     def _fill(self) -> None:
         try:
-            self._wait()
-            count = self._sock.recv_into(self._buffer)
+            count = self._sock.receive(self._buffer)
         except OSError as error:
             self._fail(error)
-        if not count:
-            self._fail(ConnectionResetError("closed by Redis"))
         self._start, self._end = 0, count
 
     def read_into(self, into: memoryview) -> None:
@@ -253,12 +220,7 @@ class Wire:
         into[:ahead] = self._buffer[self._start : self._start + ahead]
         self._start += ahead
         try:
-            while ahead < len(into):
-                self._wait()
-                count = self._sock.recv_into(into[ahead:])
-                if not count:
-                    raise ConnectionResetError("closed by Redis")
-                ahead += count
+            self._sock.read_into(into[ahead:])
         except OSError as error:
             self._fail(error)
 
@@ -272,8 +234,7 @@ class Wire:
 
     def _fail(self, error: OSError) -> NoReturn:
         self.close()
-        text = "no answer in time" if isinstance(error, TimeoutError) else str(error)
-        raise TierUnavailable(f"redis: {text}") from error
+        raise TierUnavailable(f"redis: {reason_of(error)}") from error
 
 
 def command(*words: bytes) -> bytes:

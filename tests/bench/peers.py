@@ -20,11 +20,11 @@ from kvcascade.config import VERSION
 from kvcascade.config.settings import Endpoint, PeerSettings
 from kvcascade.daemon.client import Client
 from kvcascade.daemon.fleet import NodeInfo
-from kvcascade.daemon.peer_wire import SOCKET_BYTES
 from kvcascade.daemon.peers import Peers
 from kvcascade.daemon.protocol import OP_PING
 from kvcascade.tiers.block import KVGroup, none_hash
 from kvcascade.tiers.remote import BlockName, Fetch, Secret
+from kvcascade.tiers.wire import SOCKET_BYTES
 
 from .control import Times, compare, echo_server, growth, round_trips
 from .harness import (
