@@ -437,7 +437,9 @@ class RedisSettings(Section):
     )
     daily_bytes: int = setting("0", _size(MIN_POOL, off=True), "bytes that this node may write a day; 0 for no limit")
     connect_timeout: float = setting("1s", _duration(0.01, 60), "how long a connection may take to be made")
-    deadline: float = setting("2s", _duration(0.01, 60), "how long Redis may take to answer")
+    deadline: float = setting(
+        "2s", _duration(0.01, 60), "how long Redis may take to answer, and no byte of a block may move"
+    )
     threads: int = setting("2", _count(1, 32), "connections that carry payloads, each in a thread of its own")
 
 
@@ -453,7 +455,9 @@ class PeerSettings(Section):
     tls_ca: Path | None = setting("", _optional_path, "who signs the certificates of the fleet's nodes")
     allow: tuple[str, ...] = setting("", _networks, "networks that may connect; empty for all")
     bandwidth: int = setting("0", _size(MIN_POOL, off=True), "bytes a second sent to all peers; 0 for no limit")
-    deadline: float = setting("5s", _duration(0.01, 60), "how long a peer may take to answer")
+    deadline: float = setting(
+        "5s", _duration(0.01, 60), "how long a peer may take to answer, and no byte of a block may move"
+    )
     threads: int = setting("2", _count(1, 32), "connections to one peer that carry payloads")
 
 

@@ -93,7 +93,7 @@ class Cluster:
         payload = self.redis if settings.redis.store in ("payload", "both") else None
         low = settings.dram.low_watermark.of(daemon.residency.dram.pool.capacity)
         self.sharing = await stack.enter_async_context(
-            Sharing(settings.redis, daemon.cache, payload, self.fleet, slack=2 * low)
+            Sharing(settings.redis, daemon.cache, payload, self.fleet, slack=2 * low, timeout=settings.cluster.deadline)
         )
 
     async def _open_redis(self, stack: AsyncExitStack) -> None:

@@ -133,7 +133,8 @@ class Granting:
         attachment = self._attachment(space)
         lease = cache.hold(attachment, space, residency.keys(space, hashes), GRANT_S)
         try:
-            wait = self._settings.peers.deadline
+            # Who asks takes a node for dead that says nothing for so long; half of it is for what comes from disk.
+            wait = self._settings.peers.deadline / 2
             await self._transfer.fetch(
                 space, lambda: cache.leased_rows(attachment, lease.number, len(lease.rows)), wait
             )

@@ -38,7 +38,8 @@ HANDSHAKE_S: Final = 5.0
 IDLE_S: Final = 120.0  # a connection that asks for nothing is closed
 MAX_WAIT_S: Final = 60.0
 BACKLOG: Final = 128
-PIECE: Final = 1 << 20  # of a payload, where the bandwidth is limited
+PIECE: Final = 1 << 20  # of a payload at most, where the bandwidth is limited
+PIECES_S: Final = 64  # a second, so that many callers who share it do not take each other for silent
 BATCH: Final = 1 << 20  # of small blocks go out in one call
 CLOSE_S: Final = 5.0
 CALLERS: Final = 256  # nodes whose served blocks are counted apart
@@ -305,7 +306,8 @@ class PeerServer:
 
     def _send_granted(self, channel: Channel, caller: NodeInfo, grant: Grant) -> bool:
         """Whether all blocks were sent as they are named."""
-        channel.until(time.monotonic() + MAX_WAIT_S)
+        # The caller's own deadline ends it sooner, by the connection's end.
+        channel.until(time.monotonic() + MAX_WAIT_S, self._settings.deadline)
         channel.say(Say.GRANTED, {"count": len(grant.blocks)})
         codec = self._codec()
         batch: list[bytes | memoryview] = []
@@ -345,10 +347,11 @@ class PeerServer:
         if not self._settings.bandwidth:
             channel.send(parts)
             return
+        size = min(PIECE, self._settings.bandwidth // PIECES_S)
         for part in parts:
             view = memoryview(part)
-            for start in range(0, len(view), PIECE):
-                piece = view[start : start + PIECE]
+            for start in range(0, len(view), size):
+                piece = view[start : start + size]
                 self._rate.wait(len(piece))
                 channel.send([piece])
 

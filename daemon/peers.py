@@ -12,6 +12,7 @@ One node may have a few exchanges at a time and no more, so that one that hangs 
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import time
 from collections import Counter, OrderedDict
@@ -25,7 +26,7 @@ from kvcascade.config.settings import Endpoint, PeerSettings
 from kvcascade.tiers import value
 from kvcascade.tiers.codec import Codec, CodecError, decode
 from kvcascade.tiers.remote import Fetch, Secret
-from kvcascade.tiers.wire import SOCKET_BYTES
+from kvcascade.tiers.wire import LATE, SOCKET_BYTES
 from kvcascade.tiers.workers import Workers, outlast
 
 from .fleet import NodeInfo
@@ -49,7 +50,6 @@ DATA_NODES: Final = 4  # may send payloads at one time
 ASKING: Final = 16  # questions at one time
 ASKING_ONE: Final = 4  # of one node
 WAITING: Final = 32  # questions whose answer may take long, at one time: hand-offs
-PENDING: Final = "no answer in time"
 VOID: Final = "handed on at its source while it was sent"
 # After these the length of what follows a header is not known.
 OUT_OF_STEP: Final = frozenset({"no value of ours", "another format version", "another block", "another length"})
@@ -198,14 +198,17 @@ class Peers:
         *,
         observe: Observe | None = None,
     ) -> list[str | None]:
-        """Receives blocks of one namespace and group, consecutive ones of a chain; a reason, or None for each."""
+        """Receives blocks of one namespace and group, consecutive ones of a chain; a reason, or None for each.
+
+        `timeout` is for all of them; where no byte moves for peers.deadline it ends sooner.
+        """
         peer = self._peer(endpoint, boot)
         try:
             self._require(peer)
         except TierUnavailable as error:
             return [str(error)] * len(jobs)
         began = self._clock()
-        deadline = began + min(timeout, self._settings.deadline)
+        deadline = began + timeout
         total = sum(len(job.into) for job in jobs)
         pieces = self._settings.threads if total >= SPLIT_BYTES else 1
         share = max(1, -(-len(jobs) // pieces))
@@ -216,15 +219,20 @@ class Peers:
             assert self._data is not None
             try:
                 await self._exchange(
-                    self._data, peer.data, peer, deadline, lambda on: self._receive(on, boot, part, reasons, firsts)
+                    self._data,
+                    peer.data,
+                    peer,
+                    deadline,
+                    lambda on: self._receive(on, boot, part, reasons, firsts),
+                    silence=self._settings.deadline,
                 )
             except CascadeError as error:
                 text = str(error).removeprefix("peer: ")
-                reasons[:] = [text if reason is PENDING else reason for reason in reasons]
+                reasons[:] = [text if reason is LATE else reason for reason in reasons]
                 return error
             return None
 
-        outcomes: list[list[str | None]] = [[PENDING] * len(part) for part in parts]
+        outcomes: list[list[str | None]] = [[LATE] * len(part) for part in parts]
         async with asyncio.TaskGroup() as group:
             receiving = [group.create_task(receive(*one)) for one in zip(parts, outcomes, strict=True)]
         trouble = [failure for task in receiving if (failure := task.result()) is not None]
@@ -234,7 +242,8 @@ class Peers:
         peer.blocks += sum(reason is None for reason in reasons)
         peer.nbytes += good
         peer.seconds += seconds
-        if trouble:
+        # A link that brings blocks, if not all of them in time, is slow and not away; its speed is known by now.
+        if trouble and not (good and all(str(one) == f"peer: {LATE}" for one in trouble)):
             self._failed(peer, trouble[0])
         else:
             self._worked(peer)
@@ -249,10 +258,11 @@ class Peers:
         peer: _Peer,
         deadline: float,
         work: Callable[[Channel], T],
+        silence: float = math.inf,
     ) -> T:
         """Has `work` done with a connection to a node. However this ends, the thread has let go of everything then."""
         await self._resolve(peer, deadline)
-        using = _Using(self, peer, deadline)
+        using = _Using(self, peer, deadline, silence)
         begun = False
 
         def run() -> T | CascadeError:
@@ -282,7 +292,7 @@ class Peers:
             if using.info is not None:
                 self._met(using.info)
         if task.cancelled():
-            raise TierUnavailable(f"peer: {PENDING}") if begun else _Busy("peer: other fetches took all the time")
+            raise TierUnavailable(f"peer: {LATE}") if begun else _Busy("peer: other fetches took all the time")
         result = task.result()
         if isinstance(result, CascadeError):
             raise result
@@ -398,7 +408,7 @@ class Peers:
     def _worked(self, peer: _Peer) -> None:
         peer.reason, peer.pause = "", PAUSE_FIRST_S
 
-    def take_channel(self, using: "_Using", peer: _Peer, deadline: float) -> Channel:
+    def take_channel(self, using: "_Using", peer: _Peer) -> Channel:
         """A connection to a node, of those that are idle or a new one; for one thread."""
         while True:
             with self._lock:
@@ -406,7 +416,7 @@ class Peers:
                     break
                 _, channel = peer.idle.pop()
             if not channel.closed and not channel.is_stale():
-                channel.until(deadline)
+                channel.until(using.deadline, using.silence)
                 try:
                     using.enter(channel)
                 except TierUnavailable:
@@ -414,9 +424,9 @@ class Peers:
                     raise
                 return channel
             self.drop_channel(channel)
-        return self._connect(using, peer, deadline)
+        return self._connect(using, peer)
 
-    def _connect(self, using: "_Using", peer: _Peer, deadline: float) -> Channel:
+    def _connect(self, using: "_Using", peer: _Peer) -> Channel:
         trouble = TierUnavailable(f"peer: {peer.endpoint} has no address")
         for family, address in peer.addresses:
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -431,7 +441,7 @@ class Peers:
             with self._lock:
                 self._open.add(channel)
             try:
-                channel.until(deadline)
+                channel.until(using.deadline, using.silence)
                 using.enter(channel)
                 channel.connect(address)
                 channel.secure()
@@ -491,10 +501,11 @@ class Peers:
 class _Using:
     """A connection for one exchange: given back if that came to its end, closed if not. `cut` ends it from outside."""
 
-    def __init__(self, peers: Peers, peer: _Peer, deadline: float) -> None:
+    def __init__(self, peers: Peers, peer: _Peer, deadline: float, silence: float) -> None:
         self._peers = peers
         self._peer = peer
-        self._deadline = deadline
+        self.deadline = deadline
+        self.silence = silence
         self.info: NodeInfo | None = None  # who it is, if this exchange began with a handshake
         # Under the lock: `cut` is the loop's, the rest the thread's.
         self._lock = Lock()
@@ -505,7 +516,7 @@ class _Using:
         """From here on `cut` ends what waits on this connection."""
         with self._lock:
             if self._cut:
-                raise TierUnavailable(f"peer: {PENDING}")
+                raise TierUnavailable(f"peer: {LATE}")
             self._channel = channel
         self._peers.enter(channel)
 
@@ -516,7 +527,7 @@ class _Using:
                 self._channel.break_off()
 
     def __enter__(self) -> Channel:
-        return self._peers.take_channel(self, self._peer, self._deadline)
+        return self._peers.take_channel(self, self._peer)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         with self._lock:

@@ -52,10 +52,21 @@ class Sharing:
     """
 
     def __init__(
-        self, settings: RedisSettings, cache: Cache, redis: RedisTier | None, fleet: Fleet | None, *, slack: int
+        self,
+        settings: RedisSettings,
+        cache: Cache,
+        redis: RedisTier | None,
+        fleet: Fleet | None,
+        *,
+        slack: int,
+        timeout: float,
     ) -> None:
-        """`slack`: bytes of DRAM that are free or clean at least; below it "on-evict" copies the oldest blocks."""
+        """`slack`: bytes of DRAM that are free or clean at least; below it "on-evict" copies the oldest blocks.
+
+        `timeout`: how long a batch of blocks may take on its way.
+        """
         self._settings = settings
+        self._timeout = timeout
         self._cache = cache
         self._redis = redis
         self._fleet = fleet
@@ -266,7 +277,7 @@ class Sharing:
         np.add.at(index.busy, held, np.uint8(1))
         reasons: list[str | None] = ["cancelled"] * len(jobs)
         try:
-            reasons = await redis.store(jobs, self._settings.deadline)
+            reasons = await redis.store(jobs, self._timeout)
         finally:
             np.subtract.at(index.busy, held, np.uint8(1))
             failed = held[[reason is not None for reason in reasons]]

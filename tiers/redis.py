@@ -18,6 +18,7 @@ secret; with it neither keys nor headers tell. Payloads are not encrypted: who r
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,6 +35,7 @@ from . import value
 from .codec import Codec, CodecError, decode, encode
 from .redis_wire import Node, RedisSaysNo, Topology, Wire, command, topology
 from .remote import BlockName, Fetch, Secret, Send
+from .wire import LATE, SILENT
 from .workers import Workers, outlast
 
 log = logging.getLogger("kvcascade.redis")
@@ -58,7 +60,6 @@ REFUSED_S: Final = 1.0  # for how long no block is sent after Redis refused one 
 MOST_SKIPPED: Final = 4 << 20  # bytes of a value that is none of ours; rather than more a connection is given up
 MOST_MEMBERS: Final = 2048
 ABSENT: Final = "not there"
-LATE: Final = "no answer in time"
 LASTING: Final = frozenset({"OOM", "MISCONF", "NOPERM", "NOREPLICAS"})
 NOT_READY: Final = frozenset({"LOADING", "NOAUTH", "MASTERDOWN"})
 REDIRECTIONS: Final = 3
@@ -219,7 +220,10 @@ class RedisTier:
             self._trouble.set()
 
     def _judge(self, course: _Course) -> None:
-        """What a call's trouble says of Redis. A large batch that was not done in time does not say that it is away."""
+        """What a call's trouble says of Redis. A large batch that was not done in time does not say that it is away.
+
+        That nothing moved for redis.deadline does, whatever came before.
+        """
         for node, reason in course.trouble.items():
             if reason == LATE and (course.answers or course.firsts):
                 continue
@@ -304,7 +308,10 @@ class RedisTier:
         return count
 
     async def fetch(self, jobs: Sequence[Fetch], timeout: float, *, observe: Observe | None = None) -> list[str | None]:
-        """Receives blocks into their slots; a reason, or None for each that is whole and proved, in order."""
+        """Receives blocks into their slots; a reason, or None for each that is whole and proved, in order.
+
+        `timeout` is for all of them; where no byte moves for redis.deadline it ends sooner.
+        """
         if not self.available:
             return [self._reason] * len(jobs)
         began = self._clock()
@@ -316,7 +323,10 @@ class RedisTier:
         return reasons
 
     async def store(self, jobs: Sequence[Send], timeout: float) -> list[str | None]:
-        """Sends blocks from their slots; a reason, or None for each that Redis has taken, in order."""
+        """Sends blocks from their slots; a reason, or None for each that Redis has taken, in order.
+
+        `timeout` is for all of them; where no byte moves for redis.deadline it ends sooner.
+        """
         if not self.available:
             return [self._reason] * len(jobs)
         if self._clock() < self._refused_until:
@@ -449,7 +459,7 @@ class RedisTier:
     async def _spread(self, jobs: Sequence[J], timeout: float, work: Work[J]) -> tuple[list[str | None], _Course]:
         """Runs jobs in the data threads, each a share of consecutive ones."""
         assert self._data is not None
-        course = _Course(self._clock() + min(timeout, self._settings.deadline))
+        course = _Course(self._clock() + timeout)
         reasons: list[str | None] = [LATE] * len(jobs)
         if not jobs:
             return reasons, course
@@ -476,7 +486,7 @@ class RedisTier:
 
     # ---- in the threads
 
-    def _wire(self, node: Node, deadline: float, *, probe: bool = False) -> Wire:
+    def _wire(self, node: Node, deadline: float, silence: float = math.inf, *, probe: bool = False) -> Wire:
         """This thread's connection to a node. TierUnavailable."""
         if not probe and node in self._away:
             raise TierUnavailable(self._away[node])
@@ -496,7 +506,7 @@ class RedisTier:
             wires[node] = wire = made
         if self._closed:
             raise TierUnavailable("redis: closed")
-        wire.until(deadline)
+        wire.until(deadline, silence)
         return wire
 
     def _places(self, keys: Mapping[int, bytes], numbers: Iterable[int]) -> tuple[dict[Node, list[int]], str]:
@@ -608,11 +618,11 @@ class RedisTier:
         except TierUnavailable as again:
             return again
 
-    def _asking(self, error: RedisSaysNo, course: _Course) -> Wire:
+    def _asking(self, error: RedisSaysNo, course: _Course, silence: float = math.inf) -> Wire:
         node = _address(error)
         if node is None:
             raise TierUnavailable("redis: not the Redis protocol")
-        wire = self._wire(node, course.deadline)
+        wire = self._wire(node, course.deadline, silence)
         try:
             wire.send([command(b"ASKING")])
             wire.reply()
@@ -663,8 +673,10 @@ class RedisTier:
             places, nowhere = self._places(keys, numbers)
             for number in set(numbers).difference(*places.values()):
                 reasons[number] = nowhere.removeprefix("redis: ")
-            for node, mine in places.items():
-                self._carry_one(node, mine, reasons, course, send, hear, window)
+            for done, (node, mine) in enumerate(places.items()):
+                # A node that says nothing leaves the others their part of the time.
+                part = (course.deadline - self._clock()) / (len(places) - done)
+                self._carry_one(node, mine, reasons, course, send, hear, window, silence=part)
             moved = []
             for number in numbers:
                 code, _, rest = (reasons[number] or "").partition(" ")
@@ -689,14 +701,19 @@ class RedisTier:
         send: Callable[[Wire, Sequence[int]], None],
         hear: Callable[[Wire, int], str | None],
         window: int,
+        silence: float = math.inf,
         asking: RedisSaysNo | None = None,
     ) -> None:
+        silence = min(silence, self._settings.deadline)
         rest = deque(mine)
         while rest:
             wire: Wire | None = None
             try:
                 course.connecting = node
-                wire = self._wire(node, course.deadline) if asking is None else self._asking(asking, course)
+                if asking is None:
+                    wire = self._wire(node, course.deadline, silence)
+                else:
+                    wire = self._asking(asking, course, silence)
                 course.begin(wire)
                 unheard = 0  # of those at the head of `rest`, which were sent
                 while rest:
@@ -711,7 +728,9 @@ class RedisTier:
                     if wire.closed:
                         break
             except TierUnavailable as error:
-                text = LATE if course.over else str(error).removeprefix("redis: ")
+                text = str(error).removeprefix("redis: ")
+                if course.over or (text == SILENT and silence < self._settings.deadline):
+                    text = LATE
                 course.trouble[node] = text
                 while rest:
                     reasons[rest.popleft()] = text

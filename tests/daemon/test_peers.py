@@ -4,9 +4,11 @@ import asyncio
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from engines.proxy import Proxy
 
 from kvcascade.config.errors import CascadeError, Refused, TierUnavailable
 from kvcascade.config.settings import Endpoint, PeerSettings
+from kvcascade.daemon.peer_wire import Channel, Say
 from kvcascade.daemon.peers import VOID, Peers
 from kvcascade.tiers.codec import Codec
 from kvcascade.tiers.remote import Secret
@@ -266,6 +269,73 @@ async def test_a_bad_network_costs_misses_until_it_is_good_again(fault: Fault) -
             proxy.reset()
             await eventually_whole(peers, endpoint, me.boot)
             assert peers.status()[0]["state"] == "ok"
+
+
+@asynccontextmanager
+async def on_a_slow_link(hashes: list[bytes], rate: int) -> AsyncIterator[tuple[Proxy, Peers, Callable[..., Any]]]:
+    """The link to a source with blocks of 256 KiB, who fetches over it, and how; no byte may stand still for 1 s."""
+    me = node("source")
+    async with (
+        serving(Pool(hashes, 256 << 10), me, deadline=1.0) as server,
+        asking(threads=1, deadline=1.0) as peers,
+    ):
+        with Proxy(server.endpoint.port) as proxy:
+            proxy.rate = rate
+            yield proxy, peers, partial(peers.fetch, Endpoint("127.0.0.1", proxy.port), me.boot)
+
+
+async def test_a_long_prefix_crosses_a_slow_link_in_its_own_time() -> None:
+    """The deadline of an answer is for how long nothing may move, on both sides; the call's own is for the whole."""
+    hashes = chain(256)
+    async with on_a_slow_link(hashes, 8_000_000) as (_, _, fetch):
+        wanted = jobs(hashes, 256 << 10)
+        began = time.monotonic()
+        assert intact(wanted, await fetch(wanted, 90.0)) == list(range(256))
+        assert time.monotonic() - began > 5  # of the settings' deadline: the link was slow indeed
+
+
+async def test_a_link_that_goes_dead_is_given_up_long_before_the_whole_deadline() -> None:
+    hashes = chain(64)
+    async with on_a_slow_link(hashes, 4_000_000) as (proxy, peers, fetch):
+        wanted = jobs(hashes, 256 << 10)
+        fetching = asyncio.create_task(fetch(wanted, 600.0))
+        await until(lambda: wanted[2].into == pattern(hashes[2], 256 << 10))
+        proxy.hole = True
+        async with asyncio.timeout(60):
+            reasons = await fetching
+        good = intact(wanted, reasons)
+        assert good and good == list(range(len(good)))
+        assert set(reasons[len(good) :]) == {"no byte moved for too long"}
+        assert peers.status()[0]["state"] == "sick"
+
+
+async def test_a_trickle_ends_with_the_whole_deadline() -> None:
+    """Who sends a byte now and then is never silent. What came whole before is good."""
+    async with on_a_slow_link(HASHES, 4_000_000) as (proxy, peers, fetch):
+        wanted = jobs(HASHES, 256 << 10)
+        fetching = asyncio.create_task(fetch(wanted, 6.0))
+        await until(lambda: wanted[2].into == pattern(HASHES[2], 256 << 10))
+        proxy.rate = 20
+        async with asyncio.timeout(60):
+            reasons = await fetching
+        good = intact(wanted, reasons)
+        assert good and good == list(range(len(good)))
+        assert set(reasons[len(good) :]) == {"no answer in time"}
+        assert peers.status()[0]["state"] == "ok"  # blocks came: slow is not away
+
+
+async def test_who_takes_nothing_of_what_it_asked_for_is_given_up_by_the_one_that_serves() -> None:
+    hashes, me = chain(64), node("source")
+    pool = Pool(hashes, 256 << 10)
+    async with serving(pool, me, deadline=1.0) as server:
+        channel = Channel(socket.create_connection(server.endpoint), Secret())
+        channel.until(time.monotonic() + 30)
+        await asyncio.to_thread(channel.greet, node("asking"))
+        channel.say(Say.FETCH, {"boot": me.boot, "namespace": NAMESPACE, "group": 0, "hashes": b"".join(hashes)})
+        await until(lambda: pool.held)
+        await until(lambda: not pool.held and not server.status()["connections"])
+        assert pool.sent == [False]
+        channel.close()
 
 
 @pytest.mark.parametrize("end", ["reset", "half_close"])

@@ -4,10 +4,12 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
 PIECE = 64 << 10
+HOLDS = 512 << 10  # bytes that a socket holds back: a link is no reservoir
 
 
 class Proxy:
@@ -30,7 +32,10 @@ class Proxy:
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._closing = False
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.socket()
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, HOLDS)
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen()
         self.port: int = self._listener.getsockname()[1]
         self._start(self._accept)
 
@@ -83,6 +88,7 @@ class Proxy:
                 if self.refuse or self._closing:
                     raise OSError
                 server = socket.create_connection(("127.0.0.1", self.target), 5)
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, HOLDS)
             except OSError:
                 _end(client)
                 client.close()
@@ -95,18 +101,17 @@ class Proxy:
 
     def _pass(self, source: socket.socket, sink: socket.socket, pair: list[socket.socket], back: bool) -> None:
         try:
-            while data := source.recv(PIECE if not self.rate else min(PIECE, max(1, self.rate // 50))):
+            while data := source.recv(PIECE):
                 if self.delay:
                     time.sleep(self.delay)
-                if self.rate:
-                    time.sleep(len(data) / self.rate)
-                if self.hole:
-                    continue
-                if back and self._cuts(len(data)):
-                    for one in pair:
-                        _end(one)
-                    break
-                sink.sendall(data)
+                for piece in self._paced(data):
+                    if self.hole:
+                        continue
+                    if back and self._cuts(len(piece)):
+                        for one in pair:
+                            _end(one)
+                        return
+                    sink.sendall(piece)
         except OSError:
             pass
         finally:
@@ -119,6 +124,14 @@ class Proxy:
                 else:
                     for one in pair:
                         one.close()
+
+    def _paced(self, data: bytes) -> Iterator[bytes]:
+        while data:
+            size = max(1, rate // 50) if (rate := self.rate) else len(data)
+            piece, data = data[:size], data[size:]
+            if rate:
+                time.sleep(len(piece) / rate)
+            yield piece
 
     def _cuts(self, count: int) -> bool:
         with self._lock:

@@ -11,9 +11,11 @@ from contextlib import suppress
 import pytest
 from engines.proxy import Proxy
 from engines.redis_server import RedisServer, serve
-from engines.redis_tier import SIZE, available, check, fetches, name, opened, sends
+from engines.redis_tier import SIZE, available, check, fetches, name, opened, pattern, sends
 
 from kvcascade.config.errors import TierUnavailable
+from kvcascade.tiers.redis import RedisTier
+from kvcascade.tiers.remote import Fetch
 
 BIG = 2 << 20
 
@@ -104,6 +106,94 @@ async def test_a_cancelled_fetch_ends_at_once(server: RedisServer, proxy: Proxy)
         assert tier.available  # that a caller went says nothing of Redis
         proxy.hole = False
         assert await tier.fetch(fetches(range(4), BIG), 5) == [None] * 4
+
+
+async def test_a_long_prefix_crosses_a_slow_link_in_its_own_time(server: RedisServer, proxy: Proxy) -> None:
+    """The deadline of an answer, 1 s, is for how long nothing may move; the call's own one is for the whole."""
+    async with opened(url(proxy), threads=1) as tier:
+        await tier.store(sends(range(20), BIG), 60)
+        proxy.rate = 8_000_000
+        assert await tier.store(sends(range(20, 32), BIG), 60) == [None] * 12
+        jobs = fetches(range(32), BIG)
+        began = time.monotonic()
+        reasons = await tier.fetch(jobs, 60)
+        assert reasons == [None] * 32
+        assert time.monotonic() - began > 5  # of the settings' deadline: the link was slow indeed
+        check(jobs, reasons, range(32))
+
+
+async def halfway(
+    server: RedisServer, tier: RedisTier, jobs: list[Fetch], way: str, timeout: float
+) -> "asyncio.Task[list[str | None]]":
+    """Fetches or stores blocks that Redis has; two are at their place when this returns."""
+    numbers = range(len(jobs))
+    if way == "store":
+        server.client().flushall()
+    moving = tier.fetch(jobs, timeout) if way == "fetch" else tier.store(sends(numbers, BIG), timeout)
+    task = asyncio.create_task(moving)
+    for _ in range(1000):
+        there = jobs[1].into == pattern(1, BIG) if way == "fetch" else server.client().exists(tier.key_of(name(1))) == 1
+        if there:
+            return task
+        await asyncio.sleep(0.01)
+    raise AssertionError("no block arrives")
+
+
+@pytest.mark.parametrize("way", ["fetch", "store"])
+async def test_a_link_that_goes_dead_is_given_up_long_before_the_whole_deadline(
+    server: RedisServer, proxy: Proxy, way: str
+) -> None:
+    async with opened(url(proxy), threads=1) as tier:
+        await tier.store(sends(range(16), BIG), 60)
+        proxy.rate = 8_000_000
+        jobs = fetches(range(16), BIG)
+        task = await halfway(server, tier, jobs, way, 600)
+        proxy.hole = True
+        async with asyncio.timeout(60):
+            reasons = await task
+        # What came whole before is good, and the circuit is open.
+        good = reasons.index("no byte moved for too long")
+        assert (good > 0 or way == "store") and reasons == [None] * good + ["no byte moved for too long"] * (16 - good)
+        if way == "fetch":
+            check(jobs, reasons, range(16))
+        assert not tier.available
+        proxy.hole, proxy.rate = False, 0
+        await available(tier)
+        assert await tier.store(sends(range(16), BIG), 60) == [None] * 16
+
+
+@pytest.mark.parametrize("way", ["fetch", "store"])
+async def test_a_trickle_ends_with_the_whole_deadline(server: RedisServer, proxy: Proxy, way: str) -> None:
+    """Who sends a byte now and then is never silent."""
+    async with opened(url(proxy), threads=1) as tier:
+        await tier.store(sends(range(4), BIG), 60)
+        proxy.rate = 8_000_000
+        jobs = fetches(range(4), BIG)
+        task = await halfway(server, tier, jobs, way, 6)
+        proxy.rate = 20
+        async with asyncio.timeout(60):
+            reasons = await task
+        good = next(number for number, reason in enumerate(reasons) if reason)
+        assert good > 0 or way == "store"  # it may be there and its answer not here
+        if way == "fetch":
+            assert reasons[good:] == ["no answer in time"] * (4 - good)
+            check(jobs, reasons, range(4))
+        proxy.rate = 0
+        proxy.reset()
+        await available(tier)
+        assert await tier.store(sends(range(4), BIG), 60) == [None] * 4
+
+
+async def test_a_prefix_that_is_cut_off_keeps_what_has_come(server: RedisServer, proxy: Proxy) -> None:
+    async with opened(url(proxy), threads=1) as tier:
+        await tier.store(sends(range(16), BIG), 60)
+        proxy.rate = 8_000_000
+        jobs = fetches(range(16), BIG)
+        reasons = await tier.fetch(jobs, 2)
+        good = reasons.index("no answer in time")
+        assert good > 0 and reasons == [None] * good + ["no answer in time"] * (16 - good)
+        check(jobs, reasons, range(16))
+        assert tier.available  # slow is not away
 
 
 @pytest.mark.parametrize("after", [1, 50, 200, SIZE, 3 * SIZE + 77])
