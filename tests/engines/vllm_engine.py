@@ -59,6 +59,8 @@ class Vllm:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+            # Several engines share two cores: threads that spin while they wait would take them from the others.
+            "OMP_WAIT_POLICY": "PASSIVE",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         } | variables  # fmt: skip
