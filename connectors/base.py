@@ -145,6 +145,20 @@ class FailedLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class Aside:
+    """Blocks that are final with this step and whose slots are not known yet: workers copy them aside meanwhile.
+
+    A later plan says under the same `number` where they go (`StepPlan.placed`). The engine may reuse the blocks.
+    """
+
+    number: int
+    request_id: str
+    group: int
+    indices: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step's work, the same for every rank. Plain values only, so that any engine can send it to its workers.
 
@@ -153,11 +167,14 @@ class StepPlan:
     engine has forgotten, never to be reported again. `attachment` is what rank sessions join, and `weights_epoch` the
     namespace's; an empty attachment means that the scheduler has none now. `seen_failures` counts the failed loads
     within a step that the scheduler has been told of: until it knows all, whatever is computed may rest on bad blocks
-    and is not stored.
+    and is not stored. `asides` are copied aside, and `placed` says, once for each, which blocks of an earlier step's
+    have slots, the engine's own ids left out; the others are let go.
     """
 
     loads: tuple[Transfer, ...] = ()
     saves: tuple[Transfer, ...] = ()
+    asides: tuple[Aside, ...] = ()
+    placed: tuple[tuple[int, Transfer], ...] = ()
     failed: tuple[FailedLoad, ...] = ()
     kept: frozenset[str] = frozenset()
     dropped: frozenset[str] = frozenset()
@@ -230,7 +247,8 @@ class SchedulerConnector(ABC):
 
         Loads: what was allocated since the last plan. Saves: `storable_blocks` of each request's final tokens, less
         those that the daemon has already or has no room for; a request is asked for once a block at most. Saves of a
-        preempted request that no plan holds yet are forgotten.
+        preempted request that no plan holds yet are forgotten. Blocks whose slots come late are copied aside, so that
+        they need not be waited for, nor the engine's blocks kept.
         """
 
     @abstractmethod
@@ -300,10 +318,10 @@ class WorkerConnector(ABC):
     def save(self, plan: StepPlan) -> None:
         """Begin the plan's saves; called after the step's forward was launched, returns without waiting.
 
-        Copies wait for that forward. A rank copies and commits its own heads, and replicated ones in its turn
-        (`layout.Gatherer.writes`); a copy that was given up or failed is aborted, so nothing half-written is ever
-        found. Source blocks belong to the copy until it ended: the scheduler's `finished` keeps them, `preempted`
-        waits.
+        Copies wait for that forward, those aside (`plan.asides`) too. A rank copies and commits its own heads, and
+        replicated ones in its turn (`layout.Gatherer.writes`); a copy that was given up or failed is aborted, so
+        nothing half-written is ever found. Source blocks belong to the copy until it ended: the scheduler's `finished`
+        keeps them, `preempted` waits.
         """
 
     @abstractmethod

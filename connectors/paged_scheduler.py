@@ -3,9 +3,9 @@
 Rule: the scheduler's thread never waits for the daemon but for a small budget a step. Whatever is asked is asked on a
 thread of our own; an answer that is late is used by a later step, or let go of.
 
-A save never holds the engine's blocks (`paged_worker.py`), so the slots must be there when the step is planned:
-reservations that are not answered within the budget are used by a later step, if the request still runs then, and
-else forgotten.
+A save never holds the engine's blocks (`paged_worker.py`), and never waits for slots: what a step makes final whose
+reservation is not answered yet is copied aside within that step, and goes to its slots by the plan of a later one,
+whatever has become of the request since.
 """
 
 import logging
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcascade.config.errors import CascadeError, DaemonUnavailable
 from kvcascade.daemon.attachment import Load, Lookup, Reservation, Session
@@ -26,6 +27,7 @@ from kvcascade.tiers.namespace import Namespace
 
 from .base import (
     NO_MATCH,
+    Aside,
     BlockIds,
     FailedLoad,
     Match,
@@ -56,10 +58,6 @@ class Limits:
 
     step_wait: float = 0.0005
     """Seconds that the scheduling thread waits for answers in one step, all requests together."""
-    save_wait: float = 0.005
-    """The same, beyond that, for slots of blocks that this step computes: without an answer they can only be stored if
-    their request still runs in the next one. Used up only where the daemon gets no core: vLLM's threads on the CPU spin
-    for 200 ms after a step, which made answers of 0.1 ms take milliseconds and lost all that short answers computed."""
     patience: float = 0.25
     """Seconds after which a request is computed whose lookup has no answer; then the daemon is left alone a while."""
     remote_patience: float = 2.0
@@ -106,7 +104,8 @@ class _Loading:
 class _Offer:
     """Blocks [start, end) of one group's chain for which slots are asked; [start, sent) are in plans already.
 
-    `done` as with `_Question`.
+    `done` as with `_Question`. `asides`: the numbers and blocks of what was copied aside, of [start, sent). `ended`: no
+    further block is wanted, but those aside still are.
     """
 
     request_id: str
@@ -119,6 +118,8 @@ class _Offer:
     done: bool = False
     abandoned: bool = False
     waited: bool = False
+    ended: bool = False
+    asides: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -187,8 +188,8 @@ class PagedScheduler(SchedulerConnector):
         self._cancelled: list[_Loading] = []  # of requests that ended before their load was planned
         self._seen_failures = 0
         self._wait_left = self._limits.step_wait
-        self._save_wait_left = self._limits.save_wait
         self._sync_left = self._limits.sync_bytes
+        self._asides = 0  # made so far: their numbers
         self._pause = 0.0
         self._not_before = 0.0
         self._closed = False
@@ -206,6 +207,14 @@ class PagedScheduler(SchedulerConnector):
         with self._answered:
             taken, self.counters = self.counters, Counter()
         return dict(taken)
+
+    @property
+    def saves_pending(self) -> bool:
+        """Whether something copied aside waits for its slots, so that further steps should be planned, empty ones too.
+
+        Not for long: a question without an answer ends by its deadline.
+        """
+        return any(offer.asides for offer in self._offers)
 
     def sources(self, request_id: str, tokens: int) -> dict[int, int]:
         """By the tier that they were in when they were looked up, the last `tokens` of those that were matched."""
@@ -319,8 +328,7 @@ class PagedScheduler(SchedulerConnector):
                 self._let_go(life)
                 self._abandon_offers(request_id)
         loads, failed = self._plan_loads()
-        saves = self._plan_saves(step)
-        self._save_wait_left = self._limits.save_wait
+        saves, asides, placed = self._plan_saves(step)
         dropped, self._dropped = frozenset(self._dropped), set()
         self._wait_left, self._sync_left = self._limits.step_wait, self._limits.sync_bytes
         attachment = b""
@@ -332,6 +340,8 @@ class PagedScheduler(SchedulerConnector):
         return StepPlan(
             loads=tuple(loads),
             saves=tuple(saves),
+            asides=tuple(asides),
+            placed=tuple(placed),
             failed=tuple(failed),
             dropped=dropped,
             attachment=attachment,
@@ -596,24 +606,62 @@ class PagedScheduler(SchedulerConnector):
 
     # ---- saves
 
-    def _plan_saves(self, step: Step) -> list[Transfer]:
+    def _plan_saves(self, step: Step) -> tuple[list[Transfer], list[Aside], list[tuple[int, Transfer]]]:
         if self._may_ask():
             for request_id, final in step.final_tokens.items():
                 life = self._lives.get(request_id)
                 if life is not None and life.request.writes and not life.of_old_weights:
                     self._offer(life, final + self._lookahead)
         saves: list[Transfer] = []
+        asides: list[Aside] = []
+        placed: list[tuple[int, Transfer]] = []
         kept: list[_Offer] = []
         for offer in self._offers:
-            final_blocks = self._final_blocks(offer, step)
-            if final_blocks > offer.sent and not offer.waited:
+            final_blocks = 0 if offer.ended or offer.abandoned else self._final_blocks(offer, step)
+            if final_blocks > offer.sent and not offer.waited and self._is_prompt(offer, step):
+                # Much at once, whose copies aside may not fit; the few blocks of those that decode always do.
                 offer.waited = True
                 self._wait_for(offer)
-                self._save_wait_left = self._wait(offer, self._save_wait_left)
-            if not offer.done or self._use(offer, final_blocks, step, saves):
+            if not offer.done and not offer.abandoned:
+                self._put_aside(offer, final_blocks, step, asides)
+                kept.append(offer)
+                continue
+            self._place(offer, placed)
+            if self._use(offer, final_blocks, step, saves):
                 kept.append(offer)
         self._offers = kept
-        return saves
+        return saves, asides, placed
+
+    def _is_prompt(self, offer: _Offer, step: Step) -> bool:
+        return step.final_tokens[offer.request_id] <= self._lives[offer.request_id].request.tokens
+
+    def _put_aside(self, offer: _Offer, final_blocks: int, step: Step, asides: list[Aside]) -> None:
+        """Have what the step makes final of an offer that is not answered copied where the engine does not reuse it."""
+        final_blocks = min(final_blocks, offer.end)
+        if final_blocks <= offer.sent:
+            return
+        table = step.blocks[offer.request_id][offer.group][:final_blocks]
+        end = next((i for i in range(offer.sent, len(table)) if table[i] == self._null_block), len(table))
+        # Out of the window already: their bytes are gone, and nothing below them could be found.
+        offer.ended = end < final_blocks
+        indices, offer.sent = tuple(range(offer.sent, end)), end
+        if indices:
+            self._asides += 1
+            offer.asides.append((self._asides, indices))
+            blocks = tuple(table[index] for index in indices)
+            asides.append(Aside(self._asides, offer.request_id, offer.group, indices, blocks))
+
+    def _place(self, offer: _Offer, placed: list[tuple[int, Transfer]]) -> None:
+        """Say where what was copied aside goes, all of it or none: the answer is there, or is not wanted any more."""
+        held = None if offer.abandoned else offer.reservation
+        if held is not None and held.hole is not None and held.hole < offer.start:
+            held = None
+        asides, offer.asides = offer.asides, []
+        for number, indices in asides:
+            places = np.flatnonzero(np.isin(held.blocks, indices)) if held is not None else np.empty(0, np.int64)
+            if held is None:
+                self._count("saves_late", len(indices))
+            placed.append((number, _save_of(offer, held, places, ())))
 
     def _offer(self, life: _Life, tokens: int) -> None:
         """Ask for slots for the blocks with hashes within the first `tokens`, those of coming steps among them."""
@@ -644,7 +692,7 @@ class PagedScheduler(SchedulerConnector):
         tokens = request.token_ids[offer.start * size : offer.end * size]
         began = self._clock()
         try:
-            if not offer.abandoned:
+            if not offer.abandoned and self._may_ask():
                 offer.reservation = offer.session.reserve(
                     b"".join(request.hashes[offer.group][: offer.end]),
                     request=f"{offer.request_id}/{offer.group}"[-128:],
@@ -653,6 +701,8 @@ class PagedScheduler(SchedulerConnector):
                     tokens=np.asarray(tokens, np.uint32) if len(tokens) == (offer.end - offer.start) * size else b"",
                     timeout=self._limits.timeout,
                 )
+                if refused := int((offer.reservation.states == BlockState.NO_ROOM).sum()):
+                    self._count("blocks_refused", refused)
         except CascadeError as error:
             log.debug("nothing is stored request=%s reason=%s", offer.request_id, error)
             self._blame(began)
@@ -670,17 +720,18 @@ class PagedScheduler(SchedulerConnector):
         held = offer.reservation
         if offer.abandoned or held is None:
             return False
-        life = self._lives[offer.request_id]
+        life = self._lives.get(offer.request_id)
+        if offer.ended or life is None:
+            self._submit(self._abort, offer, offer.sent)
+            return False
         if held.hole is not None and held.hole < offer.start and life.restarts:
             # Parents are gone that were matched or stored before; the engine has them all.
             life.restarts -= 1
             life.stored[offer.group] = held.hole
             self._submit(self._abort, offer, offer.start)
             return False
-        if offer.sent == offer.start and (refused := int((held.states == BlockState.NO_ROOM).sum())):
-            self._count("blocks_refused", refused)
-            if not len(held.blocks):
-                return False
+        if not len(held.blocks):
+            return False
         if final_blocks <= offer.sent:
             return True
         places = np.flatnonzero((held.blocks >= offer.sent) & (held.blocks < final_blocks))
@@ -692,27 +743,18 @@ class PagedScheduler(SchedulerConnector):
                 # Out of the window by now: their bytes are gone, and nothing below them could be found.
                 self._submit(self._abort, offer, indices[0])
                 return False
-            saves.append(
-                Transfer(
-                    offer.request_id,
-                    offer.group,
-                    held.lease,
-                    tuple(indices),
-                    tuple(ids),
-                    tuple(held.pools[places].tolist()),
-                    tuple(held.pages[places].tolist()),
-                    tuple(held.generations[places].tolist()),
-                    boot=held.boot,
-                )
-            )
+            saves.append(_save_of(offer, held, places, tuple(ids)))
         return offer.sent < offer.end
 
     def _abandon_offers(self, request_id: str) -> None:
         life = self._lives.get(request_id)
         for offer in self._offers:
-            if offer.request_id == request_id and not offer.abandoned:
+            if offer.request_id == request_id and not offer.abandoned and not offer.ended:
                 if life is not None:
                     life.stored[offer.group] = min(life.stored[offer.group], offer.sent)
+                if offer.asides:
+                    offer.ended = True
+                    continue
                 with self._answered:
                     offer.abandoned = True
                     done = offer.done
@@ -733,16 +775,12 @@ class PagedScheduler(SchedulerConnector):
 
     def _wait_for(self, what: _Question | _Loading | _Offer) -> None:
         """Return when it is done, or when this step's budget for waiting is spent."""
-        self._wait_left = self._wait(what, self._wait_left)
-
-    def _wait(self, what: _Question | _Loading | _Offer, budget: float) -> float:
-        """Wait for it within `budget` seconds; what is left of them."""
-        if what.done or budget <= 0:
-            return budget
+        if what.done or self._wait_left <= 0:
+            return
         began = time.perf_counter()
         with self._answered:
-            self._answered.wait_for(lambda: what.done, budget)
-        return budget - (time.perf_counter() - began)
+            self._answered.wait_for(lambda: what.done, self._wait_left)
+        self._wait_left -= time.perf_counter() - began
 
     def _submit(self, errand: Callable[..., None], *arguments: Any) -> None:
         if not self._closed:
@@ -751,6 +789,25 @@ class PagedScheduler(SchedulerConnector):
     def _count(self, name: str, number: int = 1) -> None:
         with self._answered:
             self.counters[name] += number
+
+
+def _save_of(
+    offer: _Offer, held: Reservation | None, places: npt.NDArray[np.int64], blocks: tuple[int, ...]
+) -> Transfer:
+    """Some of an offer's slots, by their places in its answer; of no answer: none."""
+    if held is None:
+        return Transfer(offer.request_id, offer.group, 0, (), (), (), (), ())
+    return Transfer(
+        offer.request_id,
+        offer.group,
+        held.lease,
+        tuple(held.blocks[places].tolist()),
+        blocks,
+        tuple(held.pools[places].tolist()),
+        tuple(held.pages[places].tolist()),
+        tuple(held.generations[places].tolist()),
+        boot=held.boot,
+    )
 
 
 def _tier_name(tier: int) -> str:

@@ -1,7 +1,8 @@
 """The worker's side of a paged engine's connector, over the daemon: copies between its blocks and the daemon's slots.
 
 Rule: a save never holds the engine's blocks. On the CPU they are copied into their slots before the step ends; on a
-device into a staging buffer in the order of the compute stream, from where a thread takes them on.
+device into a staging buffer in the order of the compute stream, from where a thread takes them on. What has no slots
+yet is copied aside the same way, until a later plan places it.
 """
 
 import logging
@@ -22,7 +23,7 @@ from kvcascade.daemon.attachment import Load, Reservation, Session
 from kvcascade.daemon.protocol import BlockState
 from kvcascade.tiers.namespace import Namespace
 
-from .base import FailedLoad, Report, StepPlan, Transfer, TransferBook, WorkerConnector
+from .base import Aside, FailedLoad, Report, StepPlan, Transfer, TransferBook, WorkerConnector
 from .layout import Gatherer, describe_paged
 from .paged_scheduler import Limits
 from .pools import PoolViews
@@ -33,7 +34,7 @@ COPY_THREADS = 2
 JOIN_S = 0.5
 """Seconds of the engine's that joining the scheduler's attachment may take, each time that it has a new one."""
 STAGED_BYTES = 256 << 20
-"""Device memory that saves under way may take; what does not fit is not saved."""
+"""Memory of the device's that saves under way and copies aside may take; what does not fit is not saved."""
 
 
 @dataclass(eq=False, slots=True)
@@ -44,6 +45,16 @@ class _StepLoad:
     session: Session
     copying: ExitStack
     event: Any
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """This rank's part of blocks that were copied aside: `indices` are their places in the chain."""
+
+    indices: tuple[int, ...]
+    gathered: Tensor
+    ready: Any
+    nbytes: int
 
 
 class PagedWorker(WorkerConnector):
@@ -90,6 +101,7 @@ class PagedWorker(WorkerConnector):
         self._step_loads: list[_StepLoad] = []
         self._step_failures: list[FailedLoad] = []
         self._loaded: list[int] = []
+        self._asides: dict[int, _Held] = {}
         self._failures_begun = 0
         self._streams: dict[int, Any] = {}
         self._closed = False
@@ -163,12 +175,15 @@ class PagedWorker(WorkerConnector):
         # A load within this step that failed, or one that the scheduler has not heard of yet: what was computed since
         # may rest on its blocks, of whichever request.
         self._end_step_loads()
+        sound = plan.seen_failures >= self._failures_begun
+        for aside in plan.asides:
+            self._put_aside(aside, sound)
         session = self._session
-        if not plan.saves or session is None:
-            return
-        sound = plan.seen_failures >= self._failures_begun and bool(self._gatherers)
-        for transfer in plan.saves:
-            self._save(session, transfer, sound)
+        for number, transfer in plan.placed:
+            self._place(session, self._asides.pop(number, None), transfer)
+        if session is not None:
+            for transfer in plan.saves:
+                self._save(session, transfer, sound and bool(self._gatherers))
 
     def finished(self) -> Report:
         self._end_step_loads()
@@ -322,15 +337,53 @@ class PagedWorker(WorkerConnector):
             else:
                 self._submit(self._commit, session, part, nbytes)
             return
-        with self._lock:
-            fits = self._staged_bytes + nbytes <= STAGED_BYTES
-            self._staged_bytes += nbytes if fits else 0
-        if not fits:
-            self._count("saves_skipped", len(mine))
+        if not self._room_for(nbytes, len(mine)):
             self._submit(self._abort, session, part)
             return
         gathered = gatherer.gather(part.blocks)
         self._submit(self._put, session, part, gathered, self._compute_event(), nbytes)
+
+    def _room_for(self, nbytes: int, blocks: int) -> bool:
+        """Take so much of the staging memory, if it is there."""
+        with self._lock:
+            fits = self._staged_bytes + nbytes <= STAGED_BYTES
+            self._staged_bytes += nbytes if fits else 0
+            self.counters["saves_skipped"] += 0 if fits else blocks
+        return fits
+
+    def _put_aside(self, aside: Aside, sound: bool) -> None:
+        if not self._gatherers:
+            return
+        gatherer = self._gatherers[aside.group]
+        mine = [i for i, index in enumerate(aside.indices) if gatherer.writes(index)]
+        nbytes = len(mine) * self._rank_bytes(aside.group)
+        if not sound:
+            self._count("saves_doubted", len(mine))
+        elif mine and self._room_for(nbytes, len(mine)):
+            gathered = gatherer.gather([aside.blocks[i] for i in mine])
+            indices = tuple(aside.indices[i] for i in mine)
+            self._asides[aside.number] = _Held(indices, gathered, self._compute_event(), nbytes)
+
+    def _place(self, session: Session | None, held: _Held | None, transfer: Transfer) -> None:
+        """Send on what of a copy aside has slots, let go of the rest, and give up slots of what there is no copy of."""
+        gatherer = self._gatherers[transfer.group] if self._gatherers else None
+        kept = {} if held is None else {index: place for place, index in enumerate(held.indices)}
+        mine = [i for i, index in enumerate(transfer.indices) if gatherer is None or gatherer.writes(index)]
+        have = [i for i in mine if transfer.indices[i] in kept]
+        lacking = [i for i in mine if transfer.indices[i] not in kept]
+        if session is not None and lacking:
+            self._submit(self._abort, session, _picked(transfer, lacking))
+        if held is None:
+            return
+        if session is None or not have or self._closed:
+            with self._lock:
+                self._staged_bytes -= held.nbytes
+            return
+        gathered, ready = held.gathered, held.ready
+        if len(have) < len(kept):
+            gathered = gathered[[kept[transfer.indices[i]] for i in have]]
+            ready = self._compute_event()
+        self._submit(self._put, session, _picked(transfer, have), gathered, ready, held.nbytes)
 
     def _put(self, session: Session, part: Transfer, gathered: Tensor, ready: Any, nbytes: int) -> None:
         """On a copying thread: from the staging buffer into the slots."""
@@ -357,9 +410,9 @@ class PagedWorker(WorkerConnector):
             with self._lock:
                 self._staged_bytes -= nbytes
         if done:
-            self._commit(session, part, nbytes)
+            self._commit(session, part, len(part.indices) * self._rank_bytes(part.group))
         else:
-            self._count("save_failures", len(part.blocks))
+            self._count("save_failures", len(part.indices))
             self._abort(session, part)
 
     def _commit(self, session: Session, part: Transfer, nbytes: int) -> None:
@@ -368,11 +421,11 @@ class PagedWorker(WorkerConnector):
             committed = session.commit(part.lease, part.indices, timeout=self._limits.timeout)
         except CascadeError as error:
             log.debug("save is lost request=%s reason=%s", part.request_id, error)
-            self._count("save_failures", len(part.blocks))
+            self._count("save_failures", len(part.indices))
             return
         with self._lock:
             self.counters["stored_bytes"] += nbytes
-            self.counters["stored_blocks"] += len(part.blocks) - committed.gone
+            self.counters["stored_blocks"] += len(part.indices) - committed.gone
             if not committed.gone:
                 self._stored.append((part.lease, part.indices))
 
@@ -441,9 +494,10 @@ def _reservation(transfer: Transfer) -> Reservation:
 
 
 def _picked(transfer: Transfer, which: Sequence[int]) -> Transfer:
-    """Some of a transfer's blocks."""
-    if len(which) == len(transfer.blocks):
+    """Some of a transfer's blocks; of one that leaves out the engine's ids, too."""
+    if len(which) == len(transfer.indices):
         return transfer
-    columns = (transfer.indices, transfer.blocks, transfer.pools, transfer.pages, transfer.generations)
-    indices, blocks, pools, pages, generations = (tuple(column[i] for i in which) for column in columns)
+    columns = (transfer.indices, transfer.pools, transfer.pages, transfer.generations)
+    indices, pools, pages, generations = (tuple(column[i] for i in which) for column in columns)
+    blocks = tuple(transfer.blocks[i] for i in which) if transfer.blocks else ()
     return replace(transfer, indices=indices, blocks=blocks, pools=pools, pages=pages, generations=generations)

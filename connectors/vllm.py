@@ -9,15 +9,14 @@ refused while the engine starts, by the name of the flag to change; after that n
 
 Options, in `kv_connector_extra_config`: `socket`, the daemon's (else KVCASCADE_SOCKET, else this user's default);
 `sync_budget_bytes`, how much may be loaded within one step; `load_wait_s`, how long a load may take for blocks to come
-up from disk; `step_wait_s`, how long the scheduler waits for answers in one step (0.0005), and `save_wait_s`, how long
-beyond that for slots (0.005); `seed`, which this engine must have;
-`model_identity`, for weights that are not files; `weights_epoch`, the version of weights that are updated under the
-same name. A request may say `kv_transfer_params: {"kvcascade": "off"}`, or "read" or "write" for one of both.
+up from disk; `step_wait_s`, how long the scheduler waits for answers in one step (0.0005); `seed`, which this engine
+must have; `model_identity`, for weights that are not files; `weights_epoch`, the version of weights that are updated
+under the same name. A request may say `kv_transfer_params: {"kvcascade": "off"}`, or "read" or "write" for one of both.
 """
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +41,19 @@ from kvcascade.tiers.block import (
     committers,
 )
 
-from .base import BlockIds, FailedLoad, MatchState, Report, Request, SafeScheduler, SafeWorker, Step, StepPlan
+from .base import (
+    Aside,
+    BlockIds,
+    FailedLoad,
+    MatchState,
+    Report,
+    Request,
+    SafeScheduler,
+    SafeWorker,
+    Step,
+    StepPlan,
+    Transfer,
+)
 from .base import final_tokens as count_final_tokens
 from .paged_scheduler import Limits, PagedScheduler
 from .paged_worker import PagedWorker
@@ -57,7 +68,6 @@ OPTIONS = (
     "sync_budget_bytes",
     "load_wait_s",
     "step_wait_s",
-    "save_wait_s",
     "seed",
     "model_identity",
     "weights_epoch",
@@ -161,6 +171,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._report = Report()
         self._events: list[Any] = []
         self._announces: dict[tuple[int, int], _Announced] = {}
+        self._asides: dict[int, dict[int, _Announced]] = {}  # of copies aside, which have no lease yet
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._scheduler: SafeScheduler | None = None
         self._worker: SafeWorker | None = None
@@ -354,6 +365,11 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler.finished(request_id, (), request.num_computed_tokens)
         return False, self._hand_off(request)
 
+    def has_pending_push_work(self) -> bool:
+        """Copies aside wait for their slots: an engine with nothing else to do goes on stepping till these are told."""
+        assert self._scheduler is not None and isinstance(self._paged, PagedScheduler)
+        return self._scheduler.failure is None and self._paged.saves_pending
+
     def reset_cache(self) -> bool | None:
         assert self._scheduler is not None
         log.warning("reset: blocks stored so far are not used any more, and new ones are shared with nobody")
@@ -486,33 +502,40 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _note_saves(self, plan: StepPlan) -> None:
         """Remember what the plan's saves are of, to announce them once every rank has stored its part."""
         try:
+            for number, placed in plan.placed:
+                made = self._asides.pop(number, {})
+                self._announces |= {(placed.lease, index): made[index] for index in placed.indices if index in made}
+            for aside in plan.asides:
+                self._asides[aside.number] = dict(self._announced(aside))
             for save in plan.saves:
-                request = self._requests.get(save.request_id)
-                if request is None:
-                    continue
-                group = self._shape.groups[save.group]
-                hashes = self._described[save.request_id].hashes[save.group]
-                lora = getattr(request, "lora_request", None)
-                for index in save.indices:
-                    begin = index * group.block_tokens
-                    event = BlockStored(
-                        block_hashes=[kv_cache_utils.maybe_convert_block_hash(hashes[index])],
-                        parent_block_hash=(
-                            kv_cache_utils.maybe_convert_block_hash(hashes[index - 1]) if index else None
-                        ),
-                        token_ids=list(request.all_token_ids[begin : begin + group.block_tokens]),
-                        block_size=group.block_tokens,
-                        lora_id=lora.adapter_id if lora else None,
-                        medium="CPU",
-                        lora_name=lora.lora_name if lora else None,
-                        group_idx=save.group,
-                    )
-                    writers = len(committers(group.kv_heads, self._ranks, index, group.kind))
-                    self._announces[save.lease, index] = _Announced(event, writers)
-            while len(self._announces) > MAX_EVENTS:
-                del self._announces[next(iter(self._announces))]
+                self._announces |= {(save.lease, index): one for index, one in self._announced(save)}
+            for kept in (self._announces, self._asides):
+                while len(kept) > MAX_EVENTS:
+                    del kept[next(iter(kept))]  # type: ignore[attr-defined]
         except Exception:
             log.exception("events are lost")
+
+    def _announced(self, save: Transfer | Aside) -> "Iterator[tuple[int, _Announced]]":
+        """For each of its blocks, the place in the chain and what is to be announced."""
+        request = self._requests.get(save.request_id)
+        if request is None:
+            return
+        group = self._shape.groups[save.group]
+        hashes = self._described[save.request_id].hashes[save.group]
+        lora = getattr(request, "lora_request", None)
+        for index in save.indices:
+            begin = index * group.block_tokens
+            event = BlockStored(
+                block_hashes=[kv_cache_utils.maybe_convert_block_hash(hashes[index])],
+                parent_block_hash=kv_cache_utils.maybe_convert_block_hash(hashes[index - 1]) if index else None,
+                token_ids=list(request.all_token_ids[begin : begin + group.block_tokens]),
+                block_size=group.block_tokens,
+                lora_id=lora.adapter_id if lora else None,
+                medium="CPU",
+                lora_name=lora.lora_name if lora else None,
+                group_idx=save.group,
+            )
+            yield index, _Announced(event, len(committers(group.kv_heads, self._ranks, index, group.kind)))
 
     def _note_stored(self, told: CascadeWorkerMetadata) -> None:
         try:
@@ -586,6 +609,7 @@ class CascadeMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 ("blocks_late", "Blocks that did not come up in time"),
                 ("blocks_refused", "Blocks that the daemon had no room for"),
                 ("save_failures", "Blocks whose save failed"),
+                ("saves_late", "Blocks copied aside for which no slots came"),
                 ("saves_skipped", "Blocks not saved because too many saves were under way"),
                 ("saves_doubted", "Blocks not saved because they may rest on a failed load"),
             )
@@ -625,7 +649,6 @@ def _limits(options: Mapping[str, Any]) -> Limits:
         ("sync_budget_bytes", "sync_bytes"),
         ("load_wait_s", "load_wait"),
         ("step_wait_s", "step_wait"),
-        ("save_wait_s", "save_wait"),
     ):
         value = options.get(option)
         if value is None:

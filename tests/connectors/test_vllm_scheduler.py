@@ -231,6 +231,58 @@ def test_a_save_may_be_cut_off_at_any_point_and_no_wrong_block_is_stored(start_l
     lab.sound()
 
 
+@pytest.mark.parametrize("stage", [False, True])
+@pytest.mark.parametrize("event", ["finish", "abort", "preempt"])
+def test_what_a_step_made_final_is_stored_although_its_slots_come_when_its_blocks_are_others(
+    start_lab, daemon, stage, event
+):
+    # Nobody waits for slots, and no block is kept for them: freed blocks are poisoned, and given to the next request.
+    lab = start_lab(daemon, prefix_caching=False, extra={"stage": stage}, blocks=24)
+    lab.hold("ask")
+    lab.add("late", prompt(1, 100), 1 if event == "finish" else 40, parameters={"kvcascade": "write"})
+    lab.step_until(lambda: bool(lab.report("late")["tokens"]))
+    if event == "abort":
+        lab.abort("late")
+    elif event == "preempt":
+        assert lab.preempt_all()
+        lab.step()
+    lab.serve("next", prompt(2, 100), parameters={"kvcascade": "off"})
+    assert "stored_blocks" not in lab.counters()
+    lab.release("ask")
+    if event == "preempt":
+        lab.run("late")
+        lab.prove("late")
+    lab.sound()  # an engine with nothing else to do has gone on until they were stored
+    stored(lab, daemon, 6)
+    assert "saves_late" not in lab.counters()
+    lab = start_lab(daemon, prefix_caching=False)
+    assert lab.serve("read back", prompt(1, 100)) == 7
+    lab.sound()
+
+
+def test_what_waits_for_slots_of_a_daemon_that_is_gone_is_let_go_and_the_engine_comes_to_rest(start_lab, start_daemon):
+    daemon = start_daemon()
+    lab = start_lab(daemon, prefix_caching=False)
+    lab.serve("first", prompt(2, 40))
+    os.kill(daemon.pid, signal.SIGSTOP)
+    lab.serve("late", prompt(1, 100), parameters={"kvcascade": "write"})
+    lab.sound()
+    os.kill(daemon.pid, signal.SIGCONT)
+    assert lab.counters()["saves_late"] == 6
+
+
+def test_a_reset_lets_go_of_what_waits_for_slots(start_lab, daemon):
+    lab = start_lab(daemon, prefix_caching=False)
+    lab.hold("ask")
+    lab.serve("late", prompt(1, 100), parameters={"kvcascade": "write"})
+    assert lab.reset()
+    lab.release("ask")
+    lab.sound()
+    assert lab.counters()["saves_late"] == 6
+    assert lab.serve("after", prompt(1, 100)) == 103
+    lab.sound()
+
+
 def test_finishing_twice_and_outputs_of_forgotten_requests_do_no_harm(start_lab, daemon):
     lab = start_lab(daemon)
     lab.serve("one", prompt(1, 40))
@@ -374,12 +426,11 @@ def test_a_slot_that_was_handed_on_while_it_was_copied_is_a_failed_load(start_la
 
 def test_a_model_with_a_sliding_window_is_loaded_in_both_groups(start_lab, daemon):
     # Fault J3.
-    patient = {"save_wait_s": 5}  # a step here is over before the daemon has answered
-    lab = start_lab(daemon, window=40, extra=patient)
+    lab = start_lab(daemon, window=40)
     assert lab.serve("cold", prompt(1, 100), 30) == 129
     lab.sound()
     stored(lab, daemon, 16)
-    lab = start_lab(daemon, window=40, extra=patient)
+    lab = start_lab(daemon, window=40)
     assert lab.serve("warm", prompt(1, 100), 30) == 129 - 96
     assert lab.serve("longer", prompt(1, 70) + prompt(2, 60), 30) == 159 - 64
     lab.sound()
@@ -389,7 +440,7 @@ def test_a_model_with_a_sliding_window_is_loaded_in_both_groups(start_lab, daemo
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_with_several_groups_a_failed_load_is_told_by_request(start_lab, start_daemon, policy):
     daemon = start_daemon()
-    start_lab(daemon, window=40, extra={"save_wait_s": 5}).serve("cold", prompt(1, 100))
+    start_lab(daemon, window=40).serve("cold", prompt(1, 100))
     stored(None, daemon, 12)
     lab = start_lab(daemon, window=40, policy=policy)
     lab.hold("copy")
