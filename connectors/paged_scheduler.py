@@ -72,12 +72,19 @@ class Limits:
 
 @dataclass(eq=False, slots=True)
 class _Question:
-    """One lookup. `done` is set by the thread that asked, last; before that the answer is its own."""
+    """One lookup. `done` is set by the thread that asked, last; before that the answer is its own.
+
+    A list entry a group: `matched` leading blocks are there, and the lease of `answers` is on those from `first` on.
+    """
 
     usable: int
     asked_at: float
     session: Session
     answers: list[Lookup] = field(default_factory=list)
+    matched: list[int] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    tiers: tuple[int, ...] = ()
+    asking: bool = False
     places: Load | None = None
     error: str = ""
     done: bool = False
@@ -86,12 +93,16 @@ class _Question:
 
 @dataclass(eq=False, slots=True)
 class _Loading:
-    """One load: blocks [first, first + len(blocks)) of each group's chain. `done` as with `_Question`."""
+    """One load: blocks [first, first + len(blocks)) of each group's chain. `done` as with `_Question`.
+
+    `leased`: the first block of each group's lease; between it and `first`, or the other way, nothing is needed.
+    """
 
     request_id: str
     background: bool
     session: Session
     leases: tuple[int, ...]
+    leased: tuple[int, ...]
     first: tuple[int, ...]
     blocks: BlockIds
     places: list[Load] = field(default_factory=list)
@@ -131,7 +142,7 @@ class _Life:
     question: _Question | None = None
     waiting_since: float | None = None
     loads_failed: bool = False
-    tiers: tuple[int, ...] = ()  # of the matched blocks of group 0
+    tiers: tuple[int, ...] = ()  # of the matched blocks of the group by which hits are told apart
     stored: list[int] = field(default_factory=list)  # blocks of each group that were offered, or matched
     restarts: int = 1  # how often it may offer again from a hole
     of_old_weights: bool = False  # some of its KV may have been computed before a reset
@@ -146,6 +157,7 @@ class PagedScheduler(SchedulerConnector):
         open_session: Callable[[str], Session],
         *,
         ranks: int = 1,
+        windows: Sequence[int] = (),
         volatile_groups: frozenset[int] = frozenset(),
         null_block: int | None = None,
         lookahead_tokens: int = 2048,
@@ -156,6 +168,8 @@ class PagedScheduler(SchedulerConnector):
 
         Args:
             open_session: makes the scheduler's session for a weights epoch.
+            windows: for each KV group how many tokens before the end of a hit its attention sees, 0 where it sees all;
+                older blocks are neither held nor brought into memory.
             volatile_groups: KV groups of drafters, whose last block may change while the request decodes.
             null_block: the engine's id for blocks out of a window, which hold nothing.
             lookahead_tokens: for how many tokens after a step slots are asked already, where their hashes are known:
@@ -164,13 +178,15 @@ class PagedScheduler(SchedulerConnector):
         self._groups = namespace.groups
         self._block_bytes = [namespace.block_bytes(group) for group in range(len(namespace.groups))]
         self._open_session = open_session
+        self._windows = tuple(windows) or (0,) * len(namespace.groups)
+        self._told = next((group for group, window in enumerate(self._windows) if not window), 0)
         self._volatile = volatile_groups
         self._null_block = null_block
         self._lookahead = lookahead_tokens
         self._limits = limits or Limits()
         # Loads within a step are for one rank and one group: what a rank computes on another's bad block is bad too,
         # and engines take failures of several groups by request, which is for loads in the background alone.
-        self._syncs = ranks == 1 and len(self._groups) == 1 and self._limits.sync_bytes > 0
+        self._syncs = ranks == 1 and self._windows == (0,) and self._limits.sync_bytes > 0
         self._unit = int(np.lcm.reduce([group.block_tokens for group in self._groups]))
         self._clock = clock
         # All of this is the scheduling thread's, but that other threads mark as done, under _answered, what they did.
@@ -221,7 +237,7 @@ class PagedScheduler(SchedulerConnector):
         life = self._lives.get(request_id)
         if life is None:
             return {}
-        size = self._groups[0].block_tokens
+        size = self._groups[self._told].block_tokens
         first = life.computed // size
         found: Counter[int] = Counter()
         for tier in life.tiers[first : first + tokens // size]:
@@ -260,30 +276,42 @@ class PagedScheduler(SchedulerConnector):
         if question.error:
             return self._miss(life, "unavailable")
         self._pause = 0.0
-        asking = any(getattr(answer, "asking", False) for answer in question.answers)
-        if asking and now - since < self._limits.remote_patience:
+        if question.asking and now - since < self._limits.remote_patience:
             self._ask(life, usable)
             return LATER
         return self._judge(life, question)
 
     def _judge(self, life: _Life, question: _Question) -> Match:
-        hit = common_hit(
-            (answer.matched * group.block_tokens if answer.lease else 0, group.block_tokens)
-            for answer, group in zip(question.answers, self._groups, strict=True)
-        )
-        for group, answer in enumerate(question.answers):
-            life.stored[group] = max(life.stored[group], answer.matched)
+        hit = self._hit(question)
+        if not all(self._is_leased(question, group, hit) for group in range(len(self._groups))):
+            hit = 0
+        life.stored = [max(stored, matched) for stored, matched in zip(life.stored, question.matched, strict=True)]
         tokens = new_tokens(hit, life.computed, life.request.tokens, self._unit)
         if not tokens:
             return self._miss(life, "missing" if not hit else "engine_has_it")
         life.waiting_since = None
-        life.tiers = tuple(question.answers[0].tiers.tolist())
+        life.tiers = question.tiers
         nbytes = self._block_bytes[0] * tokens // self._groups[0].block_tokens
         places = question.places
         sync = places is not None and places.count * self._unit >= life.computed + tokens and nbytes <= self._sync_left
         if sync:
             self._sync_left -= nbytes
         return Match(tokens, MatchState.READY, background=not sync)
+
+    def _hit(self, question: _Question) -> int:
+        """The tokens that all groups have."""
+        sizes = [group.block_tokens for group in self._groups]
+        return common_hit((matched * size, size) for matched, size in zip(question.matched, sizes, strict=True))
+
+    def _needed(self, group: int, hit: int) -> tuple[int, int]:
+        """The blocks [first, end) of a group that a hit of so many tokens needs."""
+        size, window = self._groups[group].block_tokens, self._windows[group]
+        return (max(0, hit - window) // size if window else 0), hit // size
+
+    def _is_leased(self, question: _Question, group: int, hit: int) -> bool:
+        first, end = self._needed(group, hit)
+        answer, leased = question.answers[group], question.first[group]
+        return first == end or (answer.lease > 0 and leased <= first and end <= leased + answer.matched)
 
     def allocated(self, request: Request, blocks: BlockIds, tokens: int, *, background: bool) -> None:
         life = self._lives.get(request.request_id)
@@ -301,12 +329,14 @@ class PagedScheduler(SchedulerConnector):
             return
         life.question = None
         ends = [(life.computed + tokens) // group.block_tokens for group in self._groups]
+        leased = tuple(question.first)
         first = tuple(life.computed // group.block_tokens for group in self._groups)
         loading = _Loading(
             request.request_id,
             background,
             question.session,
             tuple(answer.lease for answer in question.answers),
+            leased,
             first,
             tuple(tuple(ids[begin:end]) for ids, begin, end in zip(blocks, first, ends, strict=True)),
         )
@@ -316,7 +346,7 @@ class PagedScheduler(SchedulerConnector):
         if question.places is not None and question.places.count >= ends[0]:
             loading.places, loading.done = [question.places], True
         else:
-            self._locator.submit(self._locate, loading, ends)
+            self._locator.submit(self._locate, loading, [end - at for end, at in zip(ends, leased, strict=True)])
         with self._answered:
             for tier, count in self.sources(request.request_id, tokens).items():
                 self.counters[f"hit_tokens_{_tier_name(tier)}"] += count
@@ -456,14 +486,16 @@ class PagedScheduler(SchedulerConnector):
         session = question.session
         began = self._clock()
         try:
-            for number, group in enumerate(self._groups):
-                answer = session.lookup(
-                    b"".join(request.hashes[number][: question.usable // group.block_tokens]),
-                    request=f"{request.request_id}/{number}"[-128:],
-                    group=number,
-                    timeout=self._limits.timeout,
-                )
+            for number, window in enumerate(self._windows):
+                # Of a group with a window the whole chain is asked for, so that it counts as used, but not held.
+                end = question.usable // self._groups[number].block_tokens
+                answer = self._ask_for(question, request, number, 0, end, hold=not window)
                 question.answers.append(answer)
+                question.first.append(0)
+                question.matched.append(answer.matched if answer.lease or window else 0)
+                question.asking |= answer.asking
+            question.tiers = tuple(question.answers[self._told].tiers.tolist())
+            self._hold_windows(question, request)
             first = question.answers[0]
             if self._syncs and first.lease and first.matched == first.ready > 0:
                 nbytes = first.matched * self._block_bytes[0]
@@ -482,6 +514,33 @@ class PagedScheduler(SchedulerConnector):
             self._answered.notify_all()
         if unwanted or question.error:
             self._release(session, [answer.lease for answer in question.answers])
+
+    def _ask_for(
+        self, question: _Question, request: Request, group: int, first: int, end: int, *, hold: bool = True
+    ) -> Lookup:
+        """Blocks [first, end) of a chain. On the asking thread, as the next one."""
+        return question.session.lookup(
+            b"".join(request.hashes[group][first:end]),
+            request=f"{request.request_id}/{group}"[-128:],
+            group=group,
+            pin=hold,
+            promote=hold,
+            each=first > 0,
+            timeout=self._limits.timeout,
+        )
+
+    def _hold_windows(self, question: _Question, request: Request) -> None:
+        hit = self._hit(question)
+        for number, window in enumerate(self._windows):
+            first, end = self._needed(number, hit)
+            if not window or first == end:
+                continue
+            answer = self._ask_for(question, request, number, first, end)
+            if first and answer.matched < end - first:
+                # Blocks on their way from elsewhere are found in their chain only.
+                first = 0
+                answer = self._ask_for(question, request, number, first, end)
+            question.answers[number], question.first[number] = answer, first
 
     def _miss(self, life: _Life, reason: str) -> Match:
         self._count(f"miss_{reason}")
@@ -544,13 +603,14 @@ class PagedScheduler(SchedulerConnector):
                 self._step_loads[loading.leases[0]] = loading
             for group, ids in enumerate(loading.blocks):
                 place = loading.places[group] if group < len(loading.places) else None
-                first = loading.first[group]
-                here = max(0, min(len(ids), place.count - first)) if place is not None else 0
-                if place is not None and here:
-                    loads.append(self._load_of(loading, group, place, here))
-                if here < len(ids):
-                    self._count("blocks_late", len(ids) - here)
-                    failed.append(FailedLoad(loading.request_id, group, ids[here:], loading.background))
+                begin = loading.leased[group] - loading.first[group]
+                here = range(begin, begin + place.count) if place is not None else range(0)
+                wanted = [i for i, block in enumerate(ids) if block != self._null_block]
+                if place is not None and (found := [i for i in wanted if i in here]):
+                    loads.append(self._load_of(loading, group, place, found))
+                if late := tuple(ids[i] for i in wanted if i not in here):
+                    self._count("blocks_late", len(late))
+                    failed.append(FailedLoad(loading.request_id, group, late, loading.background))
         for loading in self._cancelled:
             # Its lease goes when the load is reported as ended, or by its deadline.
             loading.planned = True
@@ -558,15 +618,15 @@ class PagedScheduler(SchedulerConnector):
         self._cancelled = []
         return loads, failed
 
-    def _load_of(self, loading: _Loading, group: int, place: Load, count: int) -> Transfer:
+    def _load_of(self, loading: _Loading, group: int, place: Load, wanted: Sequence[int]) -> Transfer:
+        """A load of those of the group's blocks, by their places among `loading.blocks`."""
         first, ids = loading.first[group], loading.blocks[group]
-        wanted = [i for i in range(count) if ids[i] != self._null_block]
-        at = np.asarray(wanted, np.int64) + first
+        at = np.asarray(wanted, np.int64) + first - loading.leased[group]
         return Transfer(
             loading.request_id,
             group,
             loading.leases[group],
-            tuple(at.tolist()),
+            tuple(first + i for i in wanted),
             tuple(ids[i] for i in wanted),
             tuple(place.pools[at].tolist()),
             tuple(place.pages[at].tolist()),
@@ -588,7 +648,8 @@ class PagedScheduler(SchedulerConnector):
             # Blocks that did not come in time are not doubted by that, but a lookup that finds them again at once
             # would have the engine wait again: `loads_failed` sees to it.
             place = loading.places[group] if group < len(loading.places) else None
-            copied = [index for index in indices if place is not None and index < place.count]
+            held = [index - loading.leased[group] for index in indices]
+            copied = [index for index in held if place is not None and 0 <= index < place.count]
             if copied:
                 try:
                     loading.session.failed(loading.leases[group], copied, timeout=self._limits.timeout)

@@ -181,6 +181,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._namespace,
                 self._scheduler_session,
                 ranks=self._ranks,
+                windows=self._shape.windows,
                 volatile_groups=self._shape.volatile,
                 null_block=_NULL_BLOCK,
                 lookahead_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
@@ -509,9 +510,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._asides[aside.number] = dict(self._announced(aside))
             for save in plan.saves:
                 self._announces |= {(save.lease, index): one for index, one in self._announced(save)}
-            for kept in (self._announces, self._asides):
-                while len(kept) > MAX_EVENTS:
-                    del kept[next(iter(kept))]  # type: ignore[attr-defined]
+            _forget_oldest(self._announces)
+            _forget_oldest(self._asides)
         except Exception:
             log.exception("events are lost")
 
@@ -551,6 +551,11 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                             self._events.append(announced.event)
         except Exception:
             log.exception("events are lost")
+
+
+def _forget_oldest(kept: dict[Any, Any]) -> None:
+    while len(kept) > MAX_EVENTS:
+        del kept[next(iter(kept))]
 
 
 @dataclass(slots=True)

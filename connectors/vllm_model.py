@@ -85,6 +85,8 @@ class Shape:
     kv_dtype: str
     hash_ratios: tuple[int, ...]
     """How many of vLLM's block hashes make one block of the group."""
+    windows: tuple[int, ...]
+    """How many tokens before the end of a hit the group's attention sees; 0: all."""
     volatile: frozenset[int]
 
 
@@ -128,7 +130,7 @@ def refuse_unsupported(config: Any, options: Mapping[str, Any]) -> None:
 def shape_of(config: Any, kv_cache_config: Any) -> Shape:
     """The engine's KV groups. Raises LayoutMismatch, naming a layer, for KV that is not plain attention."""
     cache, ranks = config.cache_config, config.parallel_config.tensor_parallel_size
-    groups, layers, dtypes, volatile = [], [], set(), set()
+    groups, layers, windows, dtypes, volatile = [], [], [], set(), set()
     for number, found in enumerate(kv_cache_config.kv_cache_groups):
         names = tuple(sorted(found.layer_names, key=_model_order))
         spec = _layer_spec(found.kv_cache_spec, names)
@@ -140,6 +142,9 @@ def shape_of(config: Any, kv_cache_config: Any) -> Shape:
         except ValueError as error:
             raise LayoutMismatch(f"KV group {number} ({names[0]}): {error}") from error
         layers.append(names)
+        # The token that comes next sees itself too; some are kept below that for drafters of several modules.
+        window = spec.sliding_window - 1 if type(spec).__name__ == "SlidingWindowSpec" else 0
+        windows.append(window + getattr(spec, "extra_retained_tokens", 0) if window else 0)
         if getattr(found, "is_eagle_group", False):
             volatile.add(number)
     if not groups:
@@ -155,6 +160,7 @@ def shape_of(config: Any, kv_cache_config: Any) -> Shape:
         tuple(layers),
         dtypes.pop(),
         tuple(group.block_tokens // unit for group in groups),
+        tuple(windows),
         frozenset(volatile),
     )
 

@@ -96,6 +96,11 @@ def stored(lab: Lab, daemon: Any, blocks: int) -> None:
     eventually(lambda: sum(tier["blocks"] for tier in daemon.status()["tiers"] if tier["name"] == "dram") >= blocks)
 
 
+def in_memory(daemon: Any) -> int:
+    """Blocks in DRAM."""
+    return int(next(tier["blocks"] for tier in daemon.status()["tiers"] if tier["name"] == "dram"))
+
+
 def pins(daemon: Any) -> int:
     return int(daemon.status()["leases"]["pins"])
 
@@ -433,6 +438,32 @@ def test_a_model_with_a_sliding_window_is_loaded_in_both_groups(start_lab, daemo
     lab = start_lab(daemon, window=40)
     assert lab.serve("warm", prompt(1, 100), 30) == 129 - 96
     assert lab.serve("longer", prompt(1, 70) + prompt(2, 60), 30) == 159 - 64
+    lab.sound()
+    eventually(lambda: pins(daemon) == 0)
+
+
+def test_of_a_group_with_a_window_only_the_window_is_held_and_brought_into_memory(start_lab, start_daemon):
+    daemon = start_daemon()
+    lab = start_lab(daemon, window=40)
+    lab.serve("cold", prompt(1, 200))
+    lab.sound()
+    stored(lab, daemon, 24)
+    daemon.restart()
+    assert in_memory(daemon) == 0
+    lab = start_lab(daemon, window=40)
+    lab.hold("copy")
+    lab.add("warm", prompt(1, 200))
+    lab.step_until(lambda: bool(lab.get("loads")))
+    assert pins(daemon) == 12 + 3
+    lab.release("copy")
+    lab.run("warm")
+    lab.prove("warm")
+    assert in_memory(daemon) == 12 + 3
+    assert lab.counters()["loaded_blocks"] == 12 + 3
+    # A shorter prefix needs another window, of which some blocks lie in memory.
+    shorter = prompt(1, 170) + prompt(2, 20)
+    assert lab.serve("shorter", shorter, parameters={"kvcascade": "read"}) == 193 - 160
+    assert in_memory(daemon) == 12 + 5
     lab.sound()
     eventually(lambda: pins(daemon) == 0)
 
