@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LONE_TOKENS = 256
+LONE_SHARE = 0.9
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -74,6 +77,10 @@ class Request:
     prompt_tokens: int = 0
     reads: bool = True
     writes: bool = True
+    ticket: bytes = b""
+    """Of another engine's hand-off: where the rest of the prompt's blocks lie, or are being stored."""
+    hands_off: bool = False
+    """Another engine is to be told where this one's prompt lies."""
 
 
 class MatchState(Enum):
@@ -109,6 +116,8 @@ class Step:
     final_tokens: Mapping[str, int]
     blocks: Mapping[str, BlockIds]
     preempted: frozenset[str] = frozenset()
+    prefill: "Prefill | None" = None
+    """What `lone_prefill` made of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +168,14 @@ class Aside:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefill:
+    """`tokens` of one prompt behind its first `position`."""
+
+    tokens: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step's work, the same for every rank. Plain values only, so that any engine can send it to its workers.
 
@@ -168,7 +185,8 @@ class StepPlan:
     namespace's; an empty attachment means that the scheduler has none now. `seen_failures` counts the failed loads
     within a step that the scheduler has been told of: until it knows all, whatever is computed may rest on bad blocks
     and is not stored. `asides` are copied aside, and `placed` says, once for each, which blocks of an earlier step's
-    have slots, the engine's own ids left out; the others are let go.
+    have slots, the engine's own ids left out; the others are let go. `prefill`: the step's time says how fast the
+    engine computes prompts, since it does little else.
     """
 
     loads: tuple[Transfer, ...] = ()
@@ -181,6 +199,7 @@ class StepPlan:
     attachment: bytes = b""
     weights_epoch: str = ""
     seen_failures: int = 0
+    prefill: Prefill | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +382,19 @@ def common_hit(hits: Iterable[tuple[int, int]]) -> int:
         return 0
     unit = math.lcm(*(block_tokens for _, block_tokens in groups))
     return max(0, min(hit for hit, _ in groups)) // unit * unit
+
+
+def lone_prefill(scheduled: Mapping[str, int], total: int) -> str | None:
+    """The request whose prefill is as good as the whole step of `total` tokens, so that the step's time is its own.
+
+    A small step takes the time that reading the weights takes, whatever it computes, and would make the engine look
+    slow. Up to a tenth of the tokens may be others', who decode: steps without any are rare on a busy engine, and what
+    they add errs towards fetching. Costs nothing where all requests decode.
+    """
+    if total < LONE_TOKENS:
+        return None
+    request_id = max(scheduled, key=scheduled.__getitem__)
+    return request_id if scheduled[request_id] >= LONE_SHARE * total else None
 
 
 def final_tokens(computed_tokens: int, scheduled_tokens: int, draft_tokens: int = 0) -> int:

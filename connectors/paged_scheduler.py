@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvcascade.config.errors import CascadeError, DaemonUnavailable
+from kvcascade.config.errors import CascadeError, DaemonUnavailable, Refused
 from kvcascade.daemon.attachment import Load, Lookup, Reservation, Session
 from kvcascade.daemon.protocol import BlockState, Tier
 from kvcascade.tiers.namespace import Namespace
@@ -43,6 +43,7 @@ from .base import (
     new_tokens,
     storable_blocks,
 )
+from .handoff import HandOff
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,11 @@ class Limits:
     """Seconds that a request waits while other nodes are still being asked."""
     load_wait: float = 2.0
     """Seconds that a load may take for blocks to come up from below."""
+    handoff_patience: float = 5.0
+    """In place of both, for a request that another engine handed off: its blocks may still be on their way into the
+    other node's memory, and computing them here is what the hand-off was to spare."""
+    handoff_keep: float = 60.0
+    """Seconds that what is handed off stays in this node's memory, if no other node fetches it before."""
     sync_bytes: int = 16 << 20
     """Bytes that may be loaded within one step, the engine waiting for them; 0: all loads are in the background."""
     timeout: float = 1.0
@@ -105,6 +111,7 @@ class _Loading:
     leased: tuple[int, ...]
     first: tuple[int, ...]
     blocks: BlockIds
+    patience: float
     places: list[Load] = field(default_factory=list)
     done: bool = False
     planned: bool = False
@@ -145,6 +152,7 @@ class _Life:
     tiers: tuple[int, ...] = ()  # of the matched blocks of the group by which hits are told apart
     stored: list[int] = field(default_factory=list)  # blocks of each group that were offered, or matched
     restarts: int = 1  # how often it may offer again from a hole
+    giving: Session | None = None  # by which its prompt was handed off
     of_old_weights: bool = False  # some of its KV may have been computed before a reset
 
 
@@ -200,6 +208,7 @@ class PagedScheduler(SchedulerConnector):
         self._loading: dict[str, _Loading] = {}  # planned or not, in the background
         self._step_loads: dict[int, _Loading] = {}  # planned, within a step, by lease
         self._offers: list[_Offer] = []
+        self._hands_off: set[str] = set()  # requests whose hand-off is to be asked for
         self._dropped: set[str] = set()
         self._cancelled: list[_Loading] = []  # of requests that ended before their load was planned
         self._seen_failures = 0
@@ -244,10 +253,40 @@ class PagedScheduler(SchedulerConnector):
             found[tier] += size
         return dict(found)
 
+    @property
+    def namespace(self) -> bytes:
+        """The fingerprint of what blocks are kept under; empty while that is not known."""
+        try:
+            return self._session.info.namespace if self._session.attached else b""
+        except DaemonUnavailable:
+            return b""
+
+    def handed_off(self, request_id: str) -> HandOff | None:
+        """What another engine needs of a prompt that was computed, to be asked before `finished`; waits for nothing.
+
+        None where nothing was handed off, or the daemon has gone away since, or serves no other node.
+        """
+        life = self._lives.get(request_id)
+        session = life.giving if life is not None else None
+        if life is None or session is None or session is not self._session or not session.attached:
+            return None
+        try:
+            info = session.info
+        except DaemonUnavailable:
+            return None
+        if not info.ticket:
+            return None
+        blocks = self._prompt_blocks(life.request, 0)
+        self._count("handoffs_given")
+        tokens = blocks * self._groups[0].block_tokens
+        return HandOff(info.ticket, info.namespace, tokens, life.request.hashes[0][blocks - 1])
+
     # ---- SchedulerConnector
 
     def arrived(self, request: Request) -> None:
         life = self._lives[request.request_id] = _Life(request, stored=[0] * len(self._groups))
+        if request.hands_off:
+            self._hands_off.add(request.request_id)
         usable = self._usable(request)
         if request.reads and usable and self._may_ask():
             self._ask(life, usable)
@@ -276,7 +315,8 @@ class PagedScheduler(SchedulerConnector):
         if question.error:
             return self._miss(life, "unavailable")
         self._pause = 0.0
-        if question.asking and now - since < self._limits.remote_patience:
+        patience = self._limits.handoff_patience if request.ticket else self._limits.remote_patience
+        if question.asking and now - since < patience:
             self._ask(life, usable)
             return LATER
         return self._judge(life, question)
@@ -328,6 +368,8 @@ class PagedScheduler(SchedulerConnector):
                 raise ValueError(f"{tokens} tokens for request {request.request_id!r}, for which none were matched")
             return
         life.question = None
+        if request.ticket:
+            self._count("handoffs_taken")
         ends = [(life.computed + tokens) // group.block_tokens for group in self._groups]
         leased = tuple(question.first)
         first = tuple(life.computed // group.block_tokens for group in self._groups)
@@ -339,6 +381,7 @@ class PagedScheduler(SchedulerConnector):
             leased,
             first,
             tuple(tuple(ids[begin:end]) for ids, begin, end in zip(blocks, first, ends, strict=True)),
+            self._limits.handoff_patience if request.ticket else self._limits.load_wait,
         )
         self._unplanned.append(loading)
         if background:
@@ -359,6 +402,7 @@ class PagedScheduler(SchedulerConnector):
                 self._abandon_offers(request_id)
         loads, failed = self._plan_loads()
         saves, asides, placed = self._plan_saves(step)
+        self._begin_handoffs(step)
         dropped, self._dropped = frozenset(self._dropped), set()
         self._wait_left, self._sync_left = self._limits.step_wait, self._limits.sync_bytes
         attachment = b""
@@ -377,10 +421,13 @@ class PagedScheduler(SchedulerConnector):
             attachment=attachment,
             weights_epoch=self._epoch,
             seen_failures=self._seen_failures,
+            # A load within the step is waited for by the engine, and is no computing.
+            prefill=step.prefill if all(load.background for load in loads) else None,
         )
 
     def finished(self, request_id: str, blocks: BlockIds, final_tokens: int) -> bool:
         life = self._lives.pop(request_id, None)
+        self._hands_off.discard(request_id)
         if life is not None:
             self._let_go(life)
             self._abandon_offers(request_id)
@@ -526,6 +573,7 @@ class PagedScheduler(SchedulerConnector):
             pin=hold,
             promote=hold,
             each=first > 0,
+            ticket=request.ticket,
             timeout=self._limits.timeout,
         )
 
@@ -544,6 +592,8 @@ class PagedScheduler(SchedulerConnector):
 
     def _miss(self, life: _Life, reason: str) -> Match:
         self._count(f"miss_{reason}")
+        if life.request.ticket and reason != "engine_has_it":
+            self._count("handoffs_missed")
         self._let_go(life)
         return NO_MATCH
 
@@ -571,6 +621,39 @@ class PagedScheduler(SchedulerConnector):
         self._pause = min(LEAVE_ALONE_LAST_S, max(LEAVE_ALONE_FIRST_S, 2 * self._pause))
         self._not_before = self._clock() + self._pause
 
+    # ---- hand-offs
+
+    def _prompt_blocks(self, request: Request, group: int) -> int:
+        return min(request.prompt_tokens // self._groups[group].block_tokens, len(request.hashes[group]))
+
+    def _begin_handoffs(self, step: Step) -> None:
+        """Have prompts kept whose end this step computes: behind the questions for their slots, on one thread with
+        them, so that the daemon knows which blocks it is about."""
+        for request_id in sorted(self._hands_off):
+            life, final = self._lives[request_id], step.final_tokens.get(request_id, 0)
+            if not final or final < life.request.prompt_tokens:
+                continue
+            self._hands_off.discard(request_id)
+            if self._prompt_blocks(life.request, 0) and not life.of_old_weights and self._may_ask():
+                life.giving = self._session
+                self._submit(self._hand_off, life.giving, life.request)
+
+    def _hand_off(self, session: Session, request: Request) -> None:
+        """On the asking thread."""
+        began = self._clock()
+        try:
+            for group in range(len(self._groups)):
+                hashes = b"".join(request.hashes[group][: self._prompt_blocks(request, group)])
+                keep = max(1, int(self._limits.handoff_keep * 1000))
+                session.hand_off(hashes, group=group, keep_ms=keep, timeout=self._limits.timeout)
+        except Refused as error:
+            log.warning("nothing is handed off request=%s reason=%s", request.request_id, error)
+        except CascadeError as error:
+            log.debug("a prompt that is handed off is not kept request=%s reason=%s", request.request_id, error)
+            self._blame(began)
+        except Exception:
+            log.exception("a prompt that is handed off is not kept request=%s", request.request_id)
+
     # ---- loads
 
     def _locate(self, loading: _Loading, counts: Sequence[int]) -> None:
@@ -578,7 +661,7 @@ class PagedScheduler(SchedulerConnector):
         places: list[Load] = []
         try:
             for lease, count in zip(loading.leases, counts, strict=True):
-                wait = self._limits.load_wait
+                wait = loading.patience
                 timeout = wait + self._limits.timeout
                 places.append(loading.session.load(lease, count, wait_ms=int(wait * 1000), timeout=timeout))
         except CascadeError as error:

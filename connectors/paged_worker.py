@@ -7,6 +7,7 @@ yet is copied aside the same way, until a later plan places it.
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from kvcascade.daemon.attachment import Load, Reservation, Session
 from kvcascade.daemon.protocol import BlockState
 from kvcascade.tiers.namespace import Namespace
 
-from .base import Aside, FailedLoad, Report, StepPlan, Transfer, TransferBook, WorkerConnector
+from .base import Aside, FailedLoad, Prefill, Report, StepPlan, Transfer, TransferBook, WorkerConnector
 from .layout import Gatherer, describe_paged
 from .paged_scheduler import Limits
 from .pools import PoolViews
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 COPY_THREADS = 2
 JOIN_S = 0.5
 """Seconds of the engine's that joining the scheduler's attachment may take, each time that it has a new one."""
+MOST_TIMED = 8
+"""Steps that may have been timed and not yet read; more are not timed."""
 STAGED_BYTES = 256 << 20
 """Memory of the device's that saves under way and copies aside may take; what does not fit is not saved."""
 
@@ -55,6 +58,16 @@ class _Held:
     gathered: Tensor
     ready: Any
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """A prefill whose step is under way or done: moments on the CPU's clock in seconds, or events on the device."""
+
+    prefill: Prefill
+    session: Session
+    began: Any
+    ended: Any = None
 
 
 class PagedWorker(WorkerConnector):
@@ -103,6 +116,8 @@ class PagedWorker(WorkerConnector):
         self._loaded: list[int] = []
         self._asides: dict[int, _Held] = {}
         self._failures_begun = 0
+        self._timing: _Timed | None = None
+        self._timed: list[_Timed] = []
         self._streams: dict[int, Any] = {}
         self._closed = False
         self._lock = threading.Lock()
@@ -172,6 +187,7 @@ class PagedWorker(WorkerConnector):
         """Nothing to wait for: on the CPU the loads are done, on a device the compute stream comes after them."""
 
     def save(self, plan: StepPlan) -> None:
+        self._end_timing()
         # A load within this step that failed, or one that the scheduler has not heard of yet: what was computed since
         # may rest on its blocks, of whichever request.
         self._end_step_loads()
@@ -187,6 +203,7 @@ class PagedWorker(WorkerConnector):
 
     def finished(self) -> Report:
         self._end_step_loads()
+        self._tell_timed()
         report = self._book.take()
         failures, self._step_failures = self._step_failures, []
         loaded, self._loaded = self._loaded, []
@@ -232,6 +249,46 @@ class PagedWorker(WorkerConnector):
             session.attach(timeout)
         except CascadeError as error:
             log.warning("rank %d is not attached reason=%s", self._rank, error)
+
+    # ---- how fast the engine computes
+
+    def begin(self, plan: StepPlan) -> None:
+        """Just before the forward: times it, if it is as good as one request's prefill.
+
+        One rank speaks for all: they compute together. On a device the time is that between two events on the compute
+        stream, read in a later step, so nothing waits for it.
+        """
+        self._timing = None
+        if plan.prefill is not None and self._rank == 0 and self._session is not None:
+            self._timing = _Timed(plan.prefill, self._session, self._moment())
+
+    def _end_timing(self) -> None:
+        timing, self._timing = self._timing, None
+        if timing is not None and len(self._timed) < MOST_TIMED:
+            self._timed.append(replace(timing, ended=self._moment()))
+
+    def _tell_timed(self) -> None:
+        while self._timed and (self._device.type != "cuda" or self._timed[0].ended.query()):
+            timed = self._timed.pop(0)
+            if self._device.type == "cuda":
+                seconds = timed.began.elapsed_time(timed.ended) / 1e3
+            else:
+                seconds = timed.ended - timed.began
+            self._submit(self._tell_computed, timed, seconds)
+
+    def _tell_computed(self, timed: _Timed, seconds: float) -> None:
+        """On a copying thread."""
+        try:
+            timed.session.computed(timed.prefill.tokens, seconds, timeout=self._limits.timeout)
+        except CascadeError as error:
+            log.debug("the daemon is not told how fast prompts are computed reason=%s", error)
+
+    def _moment(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     # ---- loads
 

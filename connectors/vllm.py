@@ -9,9 +9,14 @@ refused while the engine starts, by the name of the flag to change; after that n
 
 Options, in `kv_connector_extra_config`: `socket`, the daemon's (else KVCASCADE_SOCKET, else this user's default);
 `sync_budget_bytes`, how much may be loaded within one step; `load_wait_s`, how long a load may take for blocks to come
-up from disk; `step_wait_s`, how long the scheduler waits for answers in one step (0.0005); `seed`, which this engine
-must have; `model_identity`, for weights that are not files; `weights_epoch`, the version of weights that are updated
-under the same name. A request may say `kv_transfer_params: {"kvcascade": "off"}`, or "read" or "write" for one of both.
+up from disk; `step_wait_s`, how long the scheduler waits for answers in one step (0.0005); `handoff_keep_s`, how long a
+prompt stays that was handed off (60); `seed`, which this engine must have; `model_identity`, for weights that are not
+files; `weights_epoch`, the version of weights that are updated under the same name. A request may say
+`kv_transfer_params: {"kvcascade": "off"}`, or "read" or "write" for one of both.
+
+Roles: `kv_both` loads and stores, and so does `kv_producer`, since a prefill engine gains most from prefixes that are
+there; `kv_consumer` loads alone. A request with `do_remote_decode` is handed off to another engine by whoever stores
+(`handoff.py`); the engine that gets the hand-off loads it in any role.
 """
 
 import dataclasses
@@ -32,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.request import RequestStatus
 
 from kvcascade.config.errors import CascadeError, ConfigError, DaemonUnavailable, LayoutMismatch
 from kvcascade.daemon.attachment import Session
@@ -46,6 +52,7 @@ from .base import (
     BlockIds,
     FailedLoad,
     MatchState,
+    Prefill,
     Report,
     Request,
     SafeScheduler,
@@ -53,8 +60,10 @@ from .base import (
     Step,
     StepPlan,
     Transfer,
+    lone_prefill,
 )
 from .base import final_tokens as count_final_tokens
+from .handoff import REFUSED, Wishes
 from .paged_scheduler import Limits, PagedScheduler
 from .paged_worker import PagedWorker
 from .vllm_model import PRODUCER, Offered, namespace_of, own_probe, refuse_unsupported, shape_of
@@ -62,12 +71,12 @@ from .vllm_model import PRODUCER, Offered, namespace_of, own_probe, refuse_unsup
 log = logging.getLogger(__name__)
 
 CONNECTOR = "CascadeConnector"
-PARAMETER = "kvcascade"
 OPTIONS = (
     "socket",
     "sync_budget_bytes",
     "load_wait_s",
     "step_wait_s",
+    "handoff_keep_s",
     "seed",
     "model_identity",
     "weights_epoch",
@@ -165,6 +174,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._limits = dataclasses.replace(self._limits, sync_bytes=0)
         # Of the engine's thread on either side.
         self._requests: dict[str, Any] = {}
+        self._wishes: dict[str, Wishes] = {}
         self._described: dict[str, Request] = {}
         self._background: dict[str, bool] = {}
         self._step_tables: dict[str, BlockIds] = {}  # of requests that are loaded within the step
@@ -313,10 +323,17 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 computed = request.num_computed_tokens
                 final[request_id] = count_final_tokens(computed, tokens, len(drafts.get(request_id, ())))
         tables = _Tables(scheduler_output.kv_connector_block_state, scheduled)
-        plan = self._scheduler.plan_step(Step(final, tables, preempted))
+        plan = self._scheduler.plan_step(Step(final, tables, preempted, self._lone_prefill(scheduler_output)))
         if self._announcing:
             self._note_saves(plan)
         return CascadeMetadata(plan, preempted)
+
+    def _lone_prefill(self, scheduler_output: Any) -> Prefill | None:
+        scheduled = scheduler_output.num_scheduled_tokens
+        request = self._requests.get(lone_prefill(scheduled, scheduler_output.total_num_scheduled_tokens) or "")
+        if request is None:
+            return None
+        return Prefill(scheduled[request.request_id], request.num_computed_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._scheduler is not None
@@ -363,8 +380,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._requests.pop(request_id, None)
         self._described.pop(request_id, None)
         self._background.pop(request_id, None)
+        parameters = self._parameters_for(request, self._wishes.pop(request_id, None))
         self._scheduler.finished(request_id, (), request.num_computed_tokens)
-        return False, self._hand_off(request)
+        return False, parameters
 
     def has_pending_push_work(self) -> bool:
         """Copies aside wait for their slots: an engine with nothing else to do goes on stepping till these are told."""
@@ -380,31 +398,58 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """What `base` knows a request by. A preempted one must have KV for what was drawn before as well."""
         known = self._described.get(request.request_id)
         if known is None or known.tokens != request.num_tokens:
-            reads, writes = self._wishes(request)
+            wishes = self._wishes_of(request)
+            transfer = self._kv_transfer_config
+            hashes = tuple(_Hashes(request, ratio) for ratio in self._shape.hash_ratios)
             known = Request(
                 request.request_id,
                 request.num_tokens,
-                tuple(_Hashes(request, ratio) for ratio in self._shape.hash_ratios),
+                hashes,
                 request.all_token_ids,
                 request.num_prompt_tokens,
-                reads,
-                writes,
+                reads=wishes.reads and not request.skip_reading_prefix_cache,
+                # A streaming session replaces tokens that were computed, so that their blocks are not final.
+                writes=wishes.writes and transfer.is_kv_producer and not getattr(request, "resumable", False),
+                ticket=wishes.handoff.ticket if wishes.handoff is not None else b"",
+                hands_off=wishes.hands_off and transfer.is_kv_producer,
             )
             self._described[request.request_id] = known
         return known
 
-    def _wishes(self, request: Any) -> tuple[bool, bool]:
-        """May the request's KV be loaded, may it be stored?"""
-        parameters = request.kv_transfer_params
-        wish = parameters.get(PARAMETER, "on") if isinstance(parameters, Mapping) else "on"
-        transfer = self._kv_transfer_config
-        reads = wish in ("on", "read") and not request.skip_reading_prefix_cache
-        # A streaming session replaces tokens that were computed, so that their blocks are not final.
-        writes = wish in ("on", "write") and transfer.is_kv_producer and not getattr(request, "resumable", False)
-        return reads, writes
+    def _wishes_of(self, request: Any) -> Wishes:
+        """What the request's parameters ask for; what is refused of them is told once, and the prompt is computed."""
+        known = self._wishes.get(request.request_id)
+        if known is None:
+            known = Wishes.of(request.kv_transfer_params)
+            if known.handoff is not None and isinstance(self._paged, PagedScheduler):
+                hashes = _Hashes(request, self._shape.hash_ratios[0])
+                try:
+                    known.handoff.prove(self._paged.namespace, hashes, self._shape.groups[0].block_tokens)
+                except CascadeError as error:
+                    known = dataclasses.replace(known, handoff=None, refused=str(error))
+            if known.refused:
+                log.warning("refused, and done without request=%s reason=%s", request.request_id, known.refused)
+                self._paged.counters["handoffs_refused"] += 1
+            self._wishes[request.request_id] = known
+        return known
 
-    def _hand_off(self, request: Any) -> dict[str, Any] | None:
-        """What a request that ended gives its client to take to another engine (prefill to decode): nothing yet."""
+    def _parameters_for(self, request: Any, wishes: Wishes | None) -> dict[str, Any] | None:
+        """What a request that ended gives its client: a hand-off to take to another engine, or what was refused.
+
+        No name that other connectors use is among them: below a MultiConnector vLLM raises where two of its children
+        give the same one.
+        """
+        try:
+            if wishes is None:
+                return None
+            if wishes.refused:
+                return {REFUSED: wishes.refused}
+            ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+            if wishes.hands_off and ended and isinstance(self._paged, PagedScheduler):
+                given = self._paged.handed_off(request.request_id)
+                return given.to_parameters() if given is not None else None
+        except Exception:
+            log.exception("nothing is handed off request=%s", request.request_id)
         return None
 
     # ---- the worker's side
@@ -433,6 +478,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._worker is not None
         if isinstance(self._paged, PagedWorker) and self._worker.failure is None:
             self._paged.follow(kv_connector_metadata.plan)
+            self._paged.begin(kv_connector_metadata.plan)
         if kv_connector_metadata.preempted:
             self._worker.preempted(kv_connector_metadata.preempted)
 
@@ -617,6 +663,10 @@ class CascadeMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 ("saves_late", "Blocks copied aside for which no slots came"),
                 ("saves_skipped", "Blocks not saved because too many saves were under way"),
                 ("saves_doubted", "Blocks not saved because they may rest on a failed load"),
+                ("handoffs_given", "Prompts handed off to another engine"),
+                ("handoffs_taken", "Requests of which a hand-off from another engine spared some of the prompt"),
+                ("handoffs_missed", "Requests whose hand-off brought nothing"),
+                ("handoffs_refused", "Requests with parameters that were not understood"),
             )
         },
     }
@@ -654,6 +704,7 @@ def _limits(options: Mapping[str, Any]) -> Limits:
         ("sync_budget_bytes", "sync_bytes"),
         ("load_wait_s", "load_wait"),
         ("step_wait_s", "step_wait"),
+        ("handoff_keep_s", "handoff_keep"),
     ):
         value = options.get(option)
         if value is None:

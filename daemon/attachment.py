@@ -62,7 +62,10 @@ LOAD_MARGIN_S: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """What the daemon said at attach. ``boot`` names the daemon's incarnation, ``attachment`` is what ranks join."""
+    """What the daemon said at attach. ``boot`` names the daemon's incarnation, ``attachment`` is what ranks join.
+
+    ``ticket`` is that of every hand-off of this incarnation; empty where it serves no other node.
+    """
 
     boot: bytes
     session: bytes
@@ -70,6 +73,7 @@ class Attached:
     namespace: bytes
     warnings: tuple[str, ...]
     lease_ms: int
+    ticket: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -758,6 +762,7 @@ def _read_attach(body: Mapping[str, Any], descriptors: list[int]) -> tuple[Attac
             namespace=take(body, "namespace", bytes, lo=32, hi=32),
             warnings=tuple(str(each) for each in take(body, "warnings", list, default=[])),
             lease_ms=take(body, "lease_ms", int, default=0, lo=0),
+            ticket=take(body, "ticket", bytes, default=b""),
         )
         described = take(body, "pools", list)
         if len(descriptors) != 2 * len(described):

@@ -153,6 +153,10 @@ class Cluster:
         """A ticket for these blocks; see `Granting.hand_off`."""
         return self.granting.hand_off(space, hashes, seconds, self.address, self._name)
 
+    def ticket(self, space: Space) -> bytes:
+        """That of every hand-off; empty where no other node could fetch these blocks."""
+        return self.granting.ticket(space, self.address, self._name)
+
     async def pause(self, timeout: float) -> bool:
         """Begins nothing any more, and ends what is under way; whether it has ended within `timeout` seconds."""
         if self.fleet is not None:

@@ -22,7 +22,7 @@ from kvcascade.tiers.block import CRYPTOGRAPHIC, itemsize
 from kvcascade.tiers.remote import BlockName
 
 from .cache import Cache
-from .index import NO_SLOT, RowState
+from .index import NO_ROW, NO_SLOT, RowState
 from .lease import Attachment, Lease
 from .plans import Space
 from .protocol import decode_body
@@ -106,21 +106,23 @@ class Granting:
     async def leading(self, namespace: bytes, group: int, hashes: bytes, *, wait: float) -> int:
         """How many leading blocks of this piece of a chain are here now.
 
-        `wait`: seconds to wait, at most, for those that are still being stored here.
+        `wait`: seconds to wait, at most, for those that are still being stored here: only as long as the next one is.
         """
         space = self._space(namespace, group)
         if space is None or len(hashes) % space.width:
             return 0
         residency = self._cache.residency
+        index = residency.index
         keys = residency.keys(space, hashes)
         deadline = self._clock() + wait
         while True:
-            rows = residency.index.find(space.number, keys)
+            rows = index.find(space.number, keys)
             ready = residency.is_ready(rows)
             count = len(rows) if ready.all() else int(ready.argmin())
             left = deadline - self._clock()
-            if count == len(rows) or left <= 0:
-                residency.index.touch_up(rows[:count])
+            coming = count < len(rows) and rows[count] != NO_ROW and index.state[rows[count]] == RowState.PENDING
+            if left <= 0 or not coming:
+                index.touch_up(rows[:count])
                 return count
             await asyncio.sleep(min(POLL_S, left))
 
@@ -173,6 +175,12 @@ class Granting:
                 self._end_handoff(number)
 
     # ---- hand-offs
+
+    def ticket(self, space: Space, endpoint: Endpoint | None, node: str) -> bytes:
+        """Whatever is handed off has the same; empty where hand-offs are refused."""
+        if endpoint is None or space.namespace.hash_algo not in CRYPTOGRAPHIC:
+            return b""
+        return Ticket(node, self._boot, endpoint).pack()
 
     def hand_off(self, space: Space, hashes: bytes, seconds: float, endpoint: Endpoint | None, node: str) -> bytes:
         """Pins a chain, as far as it is here or being stored here, for another node; its ticket."""

@@ -266,6 +266,7 @@ class Session(asyncio.Protocol):
             "attachment": self.attachment.token,
             "namespace": namespace.fingerprint(),
             "lease_ms": int(daemon.settings.leases.lookup * 1000),
+            "ticket": daemon.cluster.ticket(self.attachment.spaces[0]) if daemon.cluster is not None else b"",
         }
         self._send_with_pools(correlation, reply)
 

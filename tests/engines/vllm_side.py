@@ -204,6 +204,7 @@ class Lab:
         self.requests: dict[str, Any] = {}
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
+        self.told: dict[str, Any] = {}  # what a request that ended gave its client
         self.faults: list[str] = []
         self.received: list[str] = []
         self.loads: list[str] = []  # in the background, as the scheduler began them
@@ -304,6 +305,7 @@ class Lab:
                 self.outputs[one.request_id] += one.new_token_ids
                 if one.finish_reason is not None:
                     self.reasons[one.request_id] = str(one.finish_reason)
+                    self.told[one.request_id] = one.kv_transfer_params
         return list(planned.num_scheduled_tokens)
 
     def _waiting(self) -> set[str]:
@@ -484,6 +486,7 @@ class Lab:
             "tokens": self.outputs[name],
             "status": request.status.name,
             "reason": self.reasons.get(name, ""),
+            "parameters": self.told.get(name),
         }
 
     def _count(self, found: dict[str, Any]) -> None:
