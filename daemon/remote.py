@@ -123,7 +123,7 @@ class Remote:
         self._sources = sources
         self._clock = clock
         # The loop's thread alone changes all of this.
-        self._questions: dict[tuple[int, bytes], Question] = {}
+        self._questions: dict[tuple[int, bytes, bytes], Question] = {}
         self._ours: dict[bytes, _Ours] = {}
         self._prefills: dict[tuple[str, bytes], Prefill] = {}
         self._fetches: set[asyncio.Task[list[str | None]]] = set()
@@ -167,7 +167,7 @@ class Remote:
             return None
         end = min(len(hashes), (first + MOST_BLOCKS) * space.width)
         hashes = hashes[:end]
-        key = (space.number, hashes[-space.width :])
+        key = (space.number, hashes[-space.width :], ticket)
         question = self._questions.get(key)
         if question is not None and (question.asking or self._clock() < question.expires):
             return question
@@ -197,7 +197,7 @@ class Remote:
         self._questions = {key: one for key, one in self._questions.items() if one.asking or now < one.expires}
 
     async def _answer(
-        self, key: tuple[int, bytes], space: Space, hashes: bytes, first: int, prefill: Prefill, ticket: bytes
+        self, key: tuple[int, bytes, bytes], space: Space, hashes: bytes, first: int, prefill: Prefill, ticket: bytes
     ) -> None:
         question = self._questions[key]
         keep = ERROR_S

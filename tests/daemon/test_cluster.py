@@ -236,6 +236,76 @@ def test_a_hand_off_is_fetched_while_it_is_still_being_stored(start_daemon: Star
     assert a.status()["leases"]["pins"] == 0
 
 
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1)])
+def test_a_hand_off_between_engines_of_unlike_ranks(
+    start_daemon: Start, start_engine: Start, writers: int, readers: int
+) -> None:
+    """Prefill on few ranks, decode on many, or the other way; the last rank stores while it is asked for."""
+    a, b = node(start_daemon, None, "a"), node(start_daemon, None, "b")
+    tokens = prompt("one", BLOCKS)
+
+    def engine(daemon: Any, ranks: int) -> tuple[Engine, list[Engine]]:
+        scheduler = start_engine(daemon, role="scheduler", ranks=ranks)
+        joins = scheduler.attach()["attachment"]
+        return scheduler, [
+            start_engine(daemon, role="rank", ranks=ranks, rank=rank, attachment=joins) for rank in range(ranks)
+        ]
+
+    (prefill, stores), (decode, loads) = engine(a, writers), engine(b, readers)
+    reserved = prefill.reserve(tokens)
+    ticket = prefill.hand_off(tokens)
+    for one in stores:
+        one.take_over(tokens, reserved["value"])
+        one.write()
+    for one in stores[:-1]:
+        one.commit()
+    decode.begin("lookup", tokens, "r", wait_ms=4000, ticket=ticket)
+    time.sleep(0.3)
+    assert not decode.ended(0)
+    stores[-1].commit()
+    found = decode.result()
+    assert (found["matched"], found["asking"]) == (BLOCKS, False)
+    assert decode.load(found["lease"], BLOCKS, 4000) == BLOCKS
+    value = decode.load_value(found["lease"], BLOCKS)
+    for one in loads:
+        read = one.read_value(value, tokens)
+        assert (len(read["intact"]), read["foreign"]) == (BLOCKS, [])
+    decode.release(found["lease"])
+    eventually(lambda: a.status()["cluster"]["handoffs"]["handoffs"] == 0)
+
+
+def test_a_hand_off_is_not_waited_for_where_nothing_is_being_stored(start_daemon: Start, start_engine: Start) -> None:
+    """What the source stored is fetched at once; what it could not, or gave up, is nothing to wait for."""
+    a = node(start_daemon, None, "a", peers_deadline="60s")
+    b = node(start_daemon, None, "b", peers_deadline="60s", cluster_deadline="60s")
+    tokens = prompt("one", BLOCKS)
+    writer, reader = start_engine(a), start_engine(b)
+    writer.store(tokens[: 10 * 16])
+    writer.reserve(tokens)
+    ticket = writer.hand_off(tokens)
+    reader.begin("lookup", tokens, "r", wait_ms=15_000, ticket=ticket, timeout=16)
+    time.sleep(0.3)
+    assert not reader.ended(0)
+    writer.abort()
+    assert reader.result()["matched"] == 10
+
+
+def test_a_hand_off_of_a_prompt_that_was_asked_for_before_is_a_new_question(
+    start_daemon: Start, start_engine: Start
+) -> None:
+    """And a ticket that this node gave itself is good here."""
+    a = node(start_daemon, None, "a")
+    tokens = prompt("one", BLOCKS)
+    writer, reader = start_engine(a), start_engine(a)
+    assert fetch(reader, tokens)["matched"] == 0
+    writer.reserve(tokens)
+    writer.write()
+    reader.begin("lookup", tokens, "r", wait_ms=4000, ticket=writer.hand_off(tokens))
+    time.sleep(0.3)
+    writer.commit()
+    assert reader.result()["matched"] == BLOCKS
+
+
 def test_a_hand_off_ends_by_its_deadline(start_daemon: Start, start_engine: Start) -> None:
     a = node(start_daemon, None, "a")
     writer = start_engine(a)

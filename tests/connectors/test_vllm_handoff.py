@@ -1,0 +1,260 @@
+"""Prefill here, decode there: vLLM's own schedulers around a model of ours, on nodes of their own; see vllm_side.py."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines.redis_server import serve
+from engines.scripted import eventually
+from engines.scripted import prompt as other
+from engines.vllm_engine import Vllm
+from engines.vllm_side import expected
+
+from kvcascade.connectors.handoff import HANDOFF, REFUSED
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+PATIENT = {"save_wait_s": 5}  # a step here is over before a busy daemon has answered
+
+
+def prompt(name: int, tokens: int) -> list[int]:
+    return [(i * 31 + 7 * name + 3) % 1000 for i in range(tokens)]
+
+
+class Lab:
+    """One scheduler, worker and model of ours, in a process of its own."""
+
+    def __init__(self, process: Vllm, model: Path, daemon: Any, **options: Any) -> None:
+        self._process = process
+        process.call("close")
+        process.call("lab", str(model), str(daemon.socket), **{"extra": PATIENT, **options})
+
+    def __getattr__(self, step: str) -> Any:
+        return lambda *arguments, **named: self._process.do(step, *arguments, **named)
+
+    def get(self, name: str) -> Any:
+        return self._process.get(name)
+
+    def serve(self, name: str, tokens: list[int], count: int = 4, parameters: Any = None) -> tuple[int, Any]:
+        """Runs one request to its end, proves its tokens; how many were computed, and what its client was given."""
+        before = self.get("computed")
+        self.add(name, tokens, count, parameters=parameters)
+        self.run(name, steps=4000)
+        report = self.report(name)
+        assert report["tokens"] == expected(tokens, count), name
+        return int(self.get("computed")) - before, report["parameters"]
+
+    def prefill(self, name: str, tokens: list[int]) -> dict[str, Any]:
+        """What a proxy takes from the prefill engine, as it comes through JSON."""
+        _, given = self.serve(name, tokens, 1, ASKED)
+        assert list(given) == [HANDOFF]
+        return dict(json.loads(json.dumps(given)))
+
+
+@pytest.fixture(scope="module")
+def prefill_process(start_vllm: Callable[..., Vllm]) -> Vllm:
+    return start_vllm()
+
+
+@pytest.fixture(scope="module")
+def decode_process(start_vllm: Callable[..., Vllm]) -> Vllm:
+    return start_vllm()
+
+
+@pytest.fixture
+def start_prefill(prefill_process: Vllm, tiny_model: Path) -> Iterator[Callable[..., Lab]]:
+    yield lambda daemon, **options: Lab(prefill_process, tiny_model, daemon, **options)
+    prefill_process.call("close")
+
+
+@pytest.fixture
+def start_decode(decode_process: Vllm, tiny_model: Path) -> Iterator[Callable[..., Lab]]:
+    yield lambda daemon, **options: Lab(decode_process, tiny_model, daemon, **options)
+    decode_process.call("close")
+
+
+@pytest.fixture
+def start_node(start_daemon: Callable[..., Any]) -> Callable[..., Any]:
+    def start(name: str, **flags: str) -> Any:
+        here = {"cluster_node": name, "peers_listen": "127.0.0.1:0", "cluster_fetch": "always", "daemon_seed": "0"}
+        return start_daemon(**here | flags)
+
+    return start
+
+
+def handed(daemon: Any) -> int:
+    return int(daemon.status()["cluster"]["handoffs"]["handoffs"])
+
+
+@pytest.mark.parametrize(("prefills", "decodes"), [("kv_producer", "kv_consumer"), ("kv_both", "kv_both")])
+def test_what_one_engine_prefills_another_decodes(start_prefill, start_decode, start_node, prefills, decodes):
+    a, b = start_node("a"), start_node("b")
+    first, second = start_prefill(a, role=prefills), start_decode(b, role=decodes, prefix_caching=False)
+    given = first.prefill("one", prompt(1, 100))
+    assert second.serve("one", prompt(1, 100), parameters=given) == (100 - 96 + 3, None)
+    # Fetched, so it need not be kept any more.
+    eventually(lambda: handed(a) == 0 and a.status()["leases"]["pins"] == 0)
+    assert second.idle() == 0
+    counted = second.counters()
+    assert counted["handoffs_taken"] == 1
+    # Still on their way when they were matched, or there already.
+    assert counted.get("hit_tokens_peer", 0) + counted.get("hit_tokens_dram", 0) == 96
+    assert "handoffs_missed" not in counted
+    # A second turn: the prefill engine loads what it stored, and hands the longer prompt off.
+    longer = prompt(1, 100) + expected(prompt(1, 100), 4) + prompt(2, 60)
+    first = start_prefill(a, role=prefills)
+    computed, again = first.serve("two", longer, 1, ASKED)
+    assert computed == 164 - 96
+    assert second.serve("two", longer, parameters=again)[0] == 164 - 160 + 3
+    # A consumer stores nothing of what it draws.
+    second.serve("draws", prompt(3, 40), 30)
+    if decodes == "kv_consumer":
+        assert "stored_blocks" not in second.counters()
+    else:
+        eventually(lambda: second.counters().get("stored_blocks", 0) >= 4)
+
+
+def test_a_prompt_that_is_still_being_stored_is_waited_for(start_prefill, start_decode, start_node):
+    a, b = start_node("a"), start_node("b")
+    first, second = start_prefill(a, extra={**PATIENT, "stage": True}), start_decode(b)
+    first.hold("copy")
+    given = first.prefill("one", prompt(1, 100))
+    second.add("one", prompt(1, 100), 4, parameters=given)
+    for _ in range(20):
+        second.step()
+    assert second.get("computed") == 0
+    assert handed(a) == 1
+    first.release("copy")
+    second.run("one", steps=4000)
+    assert second.report("one")["tokens"] == expected(prompt(1, 100), 4)
+    assert second.get("computed") == 100 - 96 + 3
+
+
+def test_two_engines_of_one_node_hand_off_too(start_prefill, start_decode, start_node):
+    a = start_node("a")
+    first, second = start_prefill(a, extra={**PATIENT, "stage": True}), start_decode(a)
+    first.hold("copy")
+    given = first.prefill("one", prompt(1, 100))
+    second.add("one", prompt(1, 100), 4, parameters=given)
+    for _ in range(20):
+        second.step()
+    first.release("copy")
+    second.run("one", steps=4000)
+    assert second.report("one")["tokens"] == expected(prompt(1, 100), 4)
+    assert second.get("computed") == 100 - 96 + 3
+
+
+@pytest.mark.parametrize("when", ["before it is asked", "while it is asked"])
+def test_a_source_that_dies_costs_the_prefill_and_no_more(start_prefill, start_decode, start_node, when):
+    # Fault E1: of another node.
+    a, b = start_node("a"), start_node("b", peers_deadline="2s", cluster_deadline="2s")
+    first, second = start_prefill(a, extra={**PATIENT, "stage": True}), start_decode(b)
+    first.hold("copy")
+    given = first.prefill("one", prompt(1, 100))
+    if when == "before it is asked":
+        a.kill()
+    second.add("one", prompt(1, 100), 4, parameters=given)
+    for _ in range(10):
+        second.step()
+    if when == "while it is asked":
+        assert second.get("computed") == 0
+        a.kill()
+    first.release("copy")
+    second.run("one", steps=4000)
+    assert second.report("one")["tokens"] == expected(prompt(1, 100), 4)
+    assert second.get("computed") == 103
+    assert second.counters()["handoffs_missed"] == 1
+    assert second.idle() == 0
+    # A node that comes back is another incarnation, which keeps none of the old one's promises.
+    a.start()
+    assert second.serve("again", [*prompt(1, 100), 1], parameters=given)[0] < 104
+
+
+def test_a_hand_off_that_nobody_fetches_ends_and_then_costs_a_prefill(
+    start_prefill, start_decode, start_node, start_engine
+):
+    a, b = start_node("a", dram="4MiB", dram_slab="1MiB", disk=""), start_node("b")
+    first = start_prefill(a, extra={**PATIENT, "handoff_keep_s": 1})
+    given = first.prefill("one", prompt(1, 100))
+    engine = start_engine(a)
+
+    def pushed_out() -> bool:
+        for number in range(20):
+            engine.store(other(f"other {number}", 16))
+        return handed(a) == 0
+
+    pushed_out()
+    eventually(pushed_out)
+    pushed_out()
+    second = start_decode(b)
+    assert second.serve("one", prompt(1, 100), parameters=given)[0] == 103
+    assert second.counters()["handoffs_missed"] == 1
+
+
+def test_with_the_source_dead_redis_still_has_it(start_prefill, start_decode, start_node):
+    with serve() as redis:
+        a = start_node("a", redis_url=redis.url, redis_store="payload", peers_deadline="1s")
+        b = start_node("b", redis_url=redis.url, redis_store="payload", peers_deadline="1s")
+        first, second = start_prefill(a), start_decode(b)
+        given = first.prefill("one", prompt(1, 100))
+        eventually(lambda: a.status()["cluster"]["sharing"]["counters"].get("shared_blocks", 0) >= 6)
+        a.kill()
+        assert second.serve("one", prompt(1, 100), parameters=given)[0] == 100 - 96 + 3
+        assert second.counters()["handoffs_taken"] == 1
+
+
+def test_a_node_that_serves_nobody_hands_nothing_off(start_prefill, daemon):
+    first = start_prefill(daemon)
+    assert first.serve("one", prompt(1, 100), 1, ASKED) == (100, None)
+    assert "handoffs_given" not in first.counters()
+
+
+def test_a_hand_off_that_is_not_believed_is_computed(start_prefill, start_decode, start_node):
+    a, b = start_node("a"), start_node("b")
+    first, second = start_prefill(a), start_decode(b)
+    for number, change in enumerate(({"namespace": "00" * 32}, {"last": "00" * 32}, {"version": 9})):
+        given = first.prefill(f"lie {number}", prompt(number, 100))
+        given[HANDOFF] |= change
+        computed, told = second.serve(f"lie {number}", prompt(number, 100), parameters=given)
+        assert (computed, list(told)) == (103, [REFUSED])
+        assert told[REFUSED].startswith(f"{HANDOFF}.{next(iter(change))}: ")
+    assert second.counters()["handoffs_refused"] == 3
+    # What is in the ticket is the daemon's to judge.
+    given = first.prefill("ticket", prompt(7, 100))
+    given[HANDOFF] |= {"ticket": "AAAA"}
+    assert second.serve("ticket", prompt(7, 100), parameters=given) == (103, None)
+    assert second.counters()["handoffs_missed"] == 1
+    # Another connector's words are none of ours; a wish that is not understood is told by name, too.
+    assert second.serve("nixl", prompt(8, 40), parameters={"do_remote_prefill": True, "remote_port": 1}) == (43, None)
+    assert second.serve("typo", prompt(9, 40), parameters={"kvcascade": "no"})[1][REFUSED].startswith("kv_transfer_")
+
+
+def test_an_aborted_prefill_hands_nothing_off(start_prefill, start_node):
+    a = start_node("a")
+    first = start_prefill(a)
+    first.add("one", prompt(1, 100), 1, parameters=ASKED)
+    first.step()
+    first.abort("one")
+    assert first.idle() == 0
+    assert first.report("one")["parameters"] is None
+    assert handed(a) == 0
+
+
+def test_the_daemon_learns_how_fast_prompts_are_computed(start_prefill, start_node):
+    a = start_node("a")
+    first = start_prefill(a, max_tokens_a_step=512)
+
+    def told() -> list[Any]:
+        return list(a.status()["cluster"]["remote"]["prefill"])
+
+    first.serve("short", prompt(1, 200))
+    first.add("long one", prompt(2, 256), 4)
+    first.add("long two", prompt(3, 256), 4)
+    first.run("long one", "long two")
+    assert told() == []
+    first.serve("long", prompt(4, 400))
+    (one,) = eventually(told)
+    assert one["engine"].startswith("vllm") and 0 < one["tokens_s"] < 1e7
