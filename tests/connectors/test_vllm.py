@@ -2,11 +2,7 @@
 
 import json
 import os
-import signal
-import socket
 import subprocess
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +10,11 @@ from typing import Any
 import pytest
 from engines.scripted import eventually
 from engines.vllm_engine import Vllm
+from engines.vllm_server import serving, vllm_command, vllm_variables
 
 pytestmark = [pytest.mark.vllm, pytest.mark.engine, pytest.mark.timeout(900)]
 
 BLOCK = 32
-START_S = 180.0
 
 
 def prompts() -> list[list[int]]:
@@ -152,61 +148,19 @@ def test_a_block_that_rots_on_disk_is_computed_again(start_vllm, start_daemon, t
 
 
 def test_the_server_shows_the_connectors_metrics(vllm_python, vllm_path, tiny_model, node, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     line = subprocess.run(
         [Path(os.sys.executable).parent / "kvcascade", "config", "vllm", "--socket", str(node.socket), "--json"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     flags = json.loads(line.stdout)["arguments"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("KVCASCADE_", "VLLM_"))}
-    environment |= {
-        "PYTHONPATH": os.pathsep.join(map(str, vllm_path)), "PYTHONHASHSEED": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-    }  # fmt: skip
-    command = [
-        vllm_python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", tiny_model, "--served-model-name",
-        "tiny", "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
-        "--max-num-seqs", "8", "--block-size", "32", "--host", "127.0.0.1", "--port", str(port), *flags,
-    ]  # fmt: skip
-    with (tmp_path / "server.log").open("wb") as log:
-        server = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd=tmp_path
-        )
-    try:
-        address = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + START_S
-        while not answers(f"{address}/health"):
-            assert server.poll() is None and time.monotonic() < deadline, (tmp_path / "server.log").read_text()[-4000:]
-            time.sleep(0.5)
+    command = vllm_command(vllm_python, tiny_model, "--skip-tokenizer-init", *flags)
+    with serving(command, tmp_path / "server.log", **vllm_variables(vllm_path)) as server:
+        server.wait()
         body = {"model": "tiny", "prompt": prompts()[1], "temperature": 0, "max_tokens": 4, "ignore_eos": True}
         for salt in ("one", "one", "two"):
-            request = urllib.request.Request(
-                f"{address}/v1/completions",
-                json.dumps(body | {"cache_salt": salt, "return_token_ids": True}).encode(),
-                {"Content-Type": "application/json"},
-            )
-            with urllib.request.urlopen(request, timeout=60) as reply:
-                assert json.load(reply)["choices"]
-        with urllib.request.urlopen(f"{address}/metrics", timeout=60) as reply:
-            shown = reply.read().decode()
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait(60)
+            assert json.loads(server.post("/v1/completions", **body, cache_salt=salt, return_token_ids=True))["choices"]
+        shown = server.get("/metrics").decode()
     values = dict(one.rsplit(" ", 1) for one in shown.splitlines() if one.startswith("vllm:kvcascade_"))
     assert sum(float(value) for name, value in values.items() if name.startswith("vllm:kvcascade_lookups_total")) >= 3
     stored = [float(value) for name, value in values.items() if name.startswith("vllm:kvcascade_stored_bytes_total")]
     assert stored and stored[0] > 0
-
-
-def answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(address, timeout=5) as reply:
-            return bool(reply.status == 200)
-    except OSError:
-        return False

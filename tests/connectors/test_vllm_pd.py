@@ -1,0 +1,122 @@
+"""Prefill on one real vLLM server and decode on another, through examples/pd_proxy.py, as the README says."""
+
+import itertools
+import json
+import re
+import shlex
+import urllib.error
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines.scripted import eventually
+from engines.vllm_server import Server, serving, vllm_command, vllm_variables
+
+pytestmark = [pytest.mark.vllm, pytest.mark.engine, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+ASKED = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True, "model": "tiny"}
+
+
+def prompt(name: int) -> list[int]:
+    return [(i * 31 + 7 * name + 3) % 1000 for i in range(200)]
+
+
+def complete(server: Server, tokens: list[int], **more: Any) -> tuple[list[int], int]:
+    """The tokens drawn, and how many of the prompt's were not computed by the server that answered."""
+    answer = json.loads(server.post("/v1/completions", prompt=tokens, **ASKED, **more))
+    details = answer["usage"]["prompt_tokens_details"]
+    return answer["choices"][0]["token_ids"], (details or {}).get("cached_tokens", 0)
+
+
+def streamed(server: Server, tokens: list[int]) -> list[int]:
+    drawn: list[int] = []
+    for line in server.post("/v1/completions", prompt=tokens, stream=True, **ASKED).decode().splitlines():
+        if line.startswith("data: {"):
+            drawn += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
+    return drawn
+
+
+def counted(server: Server, name: str) -> float:
+    lines = server.get("/metrics").decode().splitlines()
+    return sum(float(one.rsplit(" ", 1)[1]) for one in lines if one.startswith(f"vllm:kvcascade_{name}_total{{"))
+
+
+def proxy_command(python: Path, prefill: Server, decode: Server) -> list[str | Path]:
+    """The README's line, for servers that run here."""
+    (line,) = re.findall(r"^    python (examples/pd_proxy\.py.*)$", README, re.M)
+    words = shlex.split(line)
+    here = {"http://10.0.0.7:8000": prefill.address, "http://10.0.0.8:8000": decode.address}
+    assert set(here) <= set(words) and words[-2] == "--port"
+    return [python, "-P", ROOT / words[0], *(here.get(word, word) for word in words[1:-2])]
+
+
+def test_prefill_on_one_rank_and_decode_on_two_and_the_other_way(
+    vllm_python: Path, vllm_path: list[Path], tiny_model: Path, start_daemon: Any, tmp_path: Path
+) -> None:
+    nodes = [
+        start_daemon(cluster_node=name, peers_listen="127.0.0.1:0", cluster_fetch="always", daemon_seed="0")
+        for name in ("a", "b")
+    ]
+    with ExitStack() as stack:
+        servers = []
+        for number, (node, binds) in enumerate(zip(nodes, ("0-1", "0|1"), strict=True)):
+            transfer = {
+                "kv_connector": "CascadeConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"socket": str(node.socket), "save_wait_s": 2},
+            }
+            command = vllm_command(
+                vllm_python, tiny_model, "--skip-tokenizer-init", "--prefix-caching-hash-algo", "sha256_cbor",
+                "--kv-transfer-config", json.dumps(transfer), "--tensor-parallel-size", str(number + 1),
+                "--enable-prompt-tokens-details",
+            )  # fmt: skip
+            variables = vllm_variables(vllm_path) | {"VLLM_CPU_OMP_THREADS_BIND": binds}
+            servers.append(stack.enter_context(serving(command, tmp_path / f"server {number}.log", **variables)))
+        one, two = servers
+        one.wait()
+        two.wait()
+
+        def proxy(prefill: Server, decode: Server, name: str) -> Server:
+            command = proxy_command(vllm_python, prefill, decode)
+            found = stack.enter_context(serving(command, tmp_path / f"{name}.log"))
+            found.wait()
+            return found
+
+        there, back = proxy(one, two, "there"), proxy(two, one, "back")
+        # What the model says by itself: a salt keeps these apart from all else.
+        plain = [
+            complete(one, prompt(number), kv_transfer_params={"kvcascade": "off"}, cache_salt="plain")[0]
+            for number in range(4)
+        ]
+        salts = itertools.count()
+
+        def handed_off(through: Server, number: int) -> bool:
+            # On two cores that three ranks spin on, an answer may come too late for a request: it is computed then.
+            drawn, cached = complete(through, prompt(number), cache_salt=f"salt {next(salts)}")
+            assert drawn == plain[number]
+            return cached == 192
+
+        eventually(lambda: handed_off(there, 0), 120)
+        eventually(lambda: handed_off(back, 1), 120)
+        assert counted(one, "handoffs_given") >= 1 and counted(one, "handoffs_taken") >= 1
+        assert counted(two, "handoffs_given") >= 1 and counted(two, "handoffs_taken") >= 1
+        assert streamed(there, prompt(2)) == plain[2]
+        # A batch has no hand-off, a client's word for a node is not heard, and a wrong request is told so.
+        answer = json.loads(there.post("/v1/completions", prompt=[prompt(0), prompt(1)], **ASKED))
+        assert [choice["token_ids"] for choice in answer["choices"]] == plain[:2]
+        lie = {"kvcascade_handoff": {"version": 1}}
+        assert complete(there, prompt(0), kv_transfer_params=lie)[0] == plain[0]
+        with pytest.raises(urllib.error.HTTPError) as wrong:
+            there.post("/v1/completions", prompt=[1], model="another")
+        with wrong.value:
+            assert wrong.value.code == 404
+        assert b"tiny" in there.get("/v1/models")
+        # Without its prefill engine, or with that engine's node dead, the decode engine goes on alone.
+        nodes[0].kill()
+        assert complete(there, prompt(3))[0] == plain[3]
+        one.process.kill()
+        assert complete(there, prompt(0), cache_salt="new")[0] == plain[0]
