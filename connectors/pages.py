@@ -1,8 +1,11 @@
 """An engine's own pages between its host memory and the daemon's slots, and questions about them, on threads of ours.
 
 For engines whose scheduler's thread may not wait, and whose pages are stored as they are: a page is a row of one array,
-a block is a page. Everything that is put in comes out once: a question as an `Answer`, a job as a `Done`; what the
-daemon does not answer, or refuses, as not found or failed. One thread asks, one stores, some load.
+a block is a page. Everything that is put in comes out: a question as a last `Answer`, a job as a `Done`, once; what
+the daemon does not answer, or refuses, as not found or failed. One thread asks, one stores, some load.
+
+Blocks that other nodes hold are waited for here, by asking again: a block is found when it lies in the node's own
+memory or on its disk, not when somebody is said to have it.
 """
 
 import logging
@@ -12,14 +15,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvcascade.config.errors import CascadeError, DaemonUnavailable
 from kvcascade.daemon.attachment import Load, Reservation, Session
-from kvcascade.daemon.protocol import BlockState
+from kvcascade.daemon.protocol import BlockState, Tier
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,6 +39,8 @@ OPERATION_S: Final = 1.0
 END_S: Final = 15.0
 BATCH_BYTES: Final = 32 << 20
 LOADERS: Final = 2
+# Blocks that other nodes are asked for are asked after this often: less and less while they do not come.
+AGAIN_FIRST_S, AGAIN_LAST_S, AGAIN_FACTOR = 0.004, 0.064, 1.5
 LOOKUP_BATCHES: Final = 64  # queued; beyond it the lookup thread is far behind and new questions are misses
 CIRCUIT_FIRST_S, CIRCUIT_LAST_S = 0.5, 5.0
 # After holes, or an absence of the daemon, engines should offer all their blocks anew for so long, not only new ones.
@@ -54,21 +59,43 @@ COUNTERS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What one request wants to know of one group: of a chain (`chain`), or of the blocks `hashes` one by one."""
+    """What one request wants to know of one group: of a chain (`chain`), or of the blocks `hashes` one by one.
+
+    `remote`: other nodes may be asked. Blocks of a chain that are fetched one by one would not be part of it any more.
+    """
 
     number: int
     request_id: str
     group: int  # vLLM's
     hashes: bytes
     chain: bool
+    remote: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`found`: places among the question's hashes; of a chain, all before the number of them."""
+    """`found`: places among the question's hashes; of a chain, all before the number of them.
+
+    Not `last`: other nodes are being asked for the rest, or it is on its way; nothing is known of it yet.
+    """
 
     question: Question
     found: "NDArray[np.uint32]"
+    last: bool = True
+
+
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """A question until its last answer, on the lookup thread: `places` of its hashes are still asked after."""
+
+    question: Question
+    until: float
+    places: "NDArray[np.uint32]"
+    remote: bool  # whether other nodes are still to be asked, or being asked
+    found: "NDArray[np.uint32]" = field(default_factory=lambda: NOTHING)
+    told: bool = False
+    pause: float = AGAIN_FIRST_S
+    again: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +149,14 @@ class Circuit:
 
 
 class Mover:
-    """Asks the daemon and copies, on threads of its own; everything put in comes out once, answered or failed."""
+    """Asks the daemon and copies, on threads of its own; everything put in comes out, answered or failed.
 
-    def __init__(self, session: Session, rows: "NDArray[np.uint8]", groups: dict[int, int], load_s: float) -> None:
+    `load_s` bounds a load, `remote_s` how long a question waits for what other nodes hold.
+    """
+
+    def __init__(
+        self, session: Session, rows: "NDArray[np.uint8]", groups: dict[int, int], load_s: float, remote_s: float
+    ) -> None:
         self.session = session
         self.circuit = Circuit()
         # Read and emptied by the scheduler's thread. Counts may miss an update: they are for people.
@@ -135,6 +167,7 @@ class Mover:
         self._rows: NDArray[np.uint8] | None = rows
         self._groups = groups
         self._load_s = load_s
+        self._remote_s = remote_s
         self._boot = b""
         self._owing = False  # something could not be stored for want of a daemon
         self._questions: queue.Queue[list[Question] | None] = queue.Queue(LOOKUP_BATCHES)
@@ -211,29 +244,67 @@ class Mover:
     # ---- the lookup thread
 
     def _look_up(self) -> None:
-        while (batch := self._questions.get()) is not None:
+        open_: list[_Asked] = []
+        while True:
+            wait = max(0.0, min(asked.again for asked in open_) - time.monotonic()) if open_ else None
+            try:
+                batch = self._questions.get(timeout=wait)
+            except queue.Empty:
+                batch = []
+            if batch is None:
+                return
+            now = time.monotonic()
             for question in batch:
-                found = NOTHING
-                try:
-                    if not self.circuit.open and not self._over:
-                        found = self._found(question)
-                        self._worked()
-                except CascadeError as error:
-                    self._failed(error)
-                except Exception:
-                    log.exception("lookup failed request=%s", question.request_id)
-                self.answers.append(Answer(question, found))
+                places = np.arange(len(question.hashes) // HASH, dtype=np.uint32)
+                open_.append(_Asked(question, now + self._remote_s, places, question.remote))
+            open_ = [asked for asked in open_ if asked.again > now or not self._advance(asked)]
 
-    def _found(self, question: Question) -> "NDArray[np.uint32]":
+    def _advance(self, asked: _Asked) -> bool:
+        """Asks once, and tells what is new; whether that was the last time."""
+        question, known, last = asked.question, len(asked.found), True
+        try:
+            if not self.circuit.open and not self._over:
+                last = self._find(asked)
+                self._worked()
+        except CascadeError as error:
+            self._failed(error)
+        except Exception:
+            log.exception("lookup failed request=%s", question.request_id)
+        now = time.monotonic()
+        last = last or now >= asked.until
+        if last or len(asked.found) > known or not asked.told:
+            asked.told = True
+            self.answers.append(Answer(question, asked.found, last))
+        asked.again = now + asked.pause
+        asked.pause = min(asked.pause * AGAIN_FACTOR, AGAIN_LAST_S)
+        return last
+
+    def _find(self, asked: _Asked) -> bool:
+        """Takes over what the daemon says is here; whether it expects no more."""
+        question, places = asked.question, asked.places
+        hashes = question.hashes
+        if len(places) * HASH < len(hashes):
+            hashes = b"".join(hashes[place * HASH : (place + 1) * HASH] for place in places.tolist())
         looked = self.session.lookup(
-            question.hashes,
+            hashes,
             request="",
             group=self._groups[question.group],
             pin=False,
             promote=False,
+            remote=asked.remote,
             each=not question.chain,
         )
-        return np.arange(looked.matched, dtype=np.uint32) if looked.found is None else looked.found
+        matched = places[: looked.matched] if looked.found is None else places[looked.found]
+        coming = (looked.tiers == Tier.REDIS) | (looked.tiers == Tier.PEER)
+        if question.chain:
+            asked.found = matched[: int(coming.argmax())] if coming.any() else matched
+        else:
+            asked.found = matched[~coming]
+        asked.remote = asked.remote and looked.asking
+        if not asked.remote:
+            # What nobody has is not asked after again: each time it would count as missed.
+            asked.places = matched
+        return not asked.remote and not coming.any()
 
     def _failed(self, error: CascadeError) -> None:
         if isinstance(error, DaemonUnavailable):
@@ -308,7 +379,7 @@ class Mover:
         session, loaded, lease = self.session, list[int](), 0
         try:
             hashes = b"".join(job.keys[place][:HASH] for place in part)
-            looked = session.lookup(hashes, request="", group=group, each=True)
+            looked = session.lookup(hashes, request="", group=group, each=True, remote=False)
             lease = looked.lease
             if not lease or looked.found is None:
                 return []

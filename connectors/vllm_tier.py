@@ -256,20 +256,27 @@ class _Request:
     # To be asked at the step's end: keys that stand alone, and groups of which the whole chain is asked.
     wanted: dict[bytes, None] = field(default_factory=dict)
     wanted_chains: set[int] = field(default_factory=set)
-    # The last question's number, how many of its parts are not answered, and when that is late (0: nothing is asked).
+    # The last question's number, how many of its parts are not answered, since when something is asked (0: nothing is),
+    # and whether the daemon has said that it asks other nodes.
     question: int = 0
     unanswered: int = 0
-    deadline: float = 0.0
+    since: float = 0.0
+    elsewhere: bool = False
 
     def forget(self) -> None:
         """What the daemon said, and is being asked."""
         self.question = self.unanswered = 0
-        self.deadline = 0.0
+        self.settle()
         self.alone.clear()
         self.wanted.clear()
         self.wanted_chains.clear()
         for chain in self.chains.values():
             chain.asked = chain.matched = 0
+
+    def settle(self) -> None:
+        """Nothing is asked any more."""
+        self.since = 0.0
+        self.elsewhere = False
 
 
 # ---- the tier
@@ -299,6 +306,7 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         weights_epoch: str = "",
         hash_algo: str = "",
         lookup_timeout_s: float = 0.25,
+        remote_timeout_s: float = 2.0,
         load_timeout_s: float = 5.0,
         resets: str = "private",
         locality: str | None = None,
@@ -307,8 +315,9 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
 
         `socket`: the daemon's, else KVCASCADE_SOCKET or the default. `model`: an identity instead of the digest of
         config and weights. `weights_epoch`: the version of weights that are updated in place. `hash_algo`: vLLM's,
-        where its config is not in reach. A lookup that takes longer than `lookup_timeout_s` is a miss, a load longer
-        than `load_timeout_s` has failed. `resets` says what a reset of vLLM's caches means, see `drain_jobs`.
+        where its config is not in reach. A lookup that takes longer than `lookup_timeout_s` is a miss, or, while the
+        daemon gets blocks from other nodes, than `remote_timeout_s` more; a load longer than `load_timeout_s` has
+        failed. `resets` says what a reset of vLLM's caches means, see `drain_jobs`.
 
         Raises ConfigError naming what is wrong: the contract, the hash, the seed, the model, computed KV scales; and
         what the daemon refuses. A daemon that does not answer is no error.
@@ -333,6 +342,7 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         self._groups = {group: place for place, group in enumerate(self._tokens)}
         self._load_s = load_timeout_s
         self._lookup_s = lookup_timeout_s
+        self._remote_s = remote_timeout_s
         self._socket = socket
         self._private = resets == "private"
         # The scheduler's thread alone changes the rest.
@@ -364,7 +374,7 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             log.warning("no daemon yet, its blocks are missed until it is there: %s", error)
         # Last: while somebody views vLLM's memory it cannot be unmapped, and a constructor that fails is kept for long.
         self._rows: NDArray[np.uint8] | None = np.asarray(primary_kv_view).view(np.uint8)
-        self._mover = Mover(session, self._rows, self._groups, self._load_s)
+        self._mover = Mover(session, self._rows, self._groups, self._load_s, self._remote_s)
 
     def _session(self) -> Session:
         return Session(
@@ -446,7 +456,10 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
     # ---- lookups
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """HIT and MISS as the daemon said; RETRY while it is being asked, for `lookup_timeout_s` at most."""
+        """HIT and MISS as the daemon said; RETRY while it is being asked, for `lookup_timeout_s` at most.
+
+        For `remote_timeout_s` where it says that it asks others: a block is a HIT when it has come.
+        """
         request = self._of(req_context)
         self._take_answers()
         if not request.reads or self._refused or len(key) != HASH + GROUP or group_of(key) not in self._groups:
@@ -462,9 +475,10 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             return LookupResult.HIT if known else LookupResult.MISS
         if self._mover.circuit.open:
             return LookupResult.MISS
-        if not request.deadline:
-            request.deadline = time.monotonic() + self._lookup_s
-        elif time.monotonic() > request.deadline:
+        patience = self._lookup_s + (self._remote_s if request.elsewhere else 0.0)
+        if not request.since:
+            request.since = time.monotonic()
+        elif time.monotonic() > request.since + patience:
             self._timeouts += 1
             request.failed.add(key)
             return LookupResult.MISS
@@ -492,16 +506,24 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         self._question += 1
         request.question = self._question
         alone: dict[int, list[bytes]] = {}
-        for key in request.wanted:
+        for key in request.wanted.keys() - request.alone.keys():
             alone.setdefault(group_of(key), []).append(key[:HASH])
         identity = request.context.req_id
+        chains = {group: request.chains[group] for group in request.wanted_chains}
+        # What was asked for before the answer came is known now.
         questions = [
-            Question(self._question, identity, group, bytes(request.chains[group].hashes), True)
-            for group in request.wanted_chains
-        ] + [Question(self._question, identity, group, b"".join(hashes), False) for group, hashes in alone.items()]
+            Question(self._question, identity, group, bytes(chain.hashes), True)
+            for group, chain in chains.items()
+            if chain.asked < len(chain.hashes) // HASH
+        ] + [
+            Question(self._question, identity, group, b"".join(hashes), False, remote=not self._chained[group])
+            for group, hashes in alone.items()
+        ]
         request.wanted.clear()
         request.wanted_chains.clear()
         request.unanswered = len(questions)
+        if not questions:
+            request.settle()
         return questions
 
     def _take_answers(self) -> None:
@@ -517,15 +539,18 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         count = len(question.hashes) // HASH
         if question.chain:
             chain = request.chains[question.group]
-            chain.asked, chain.matched = count, len(answer.found)
+            chain.asked, chain.matched = count if answer.last else len(answer.found), len(answer.found)
         else:
             group = question.group.to_bytes(GROUP, "big")
             found = set(answer.found.tolist())
-            for place in range(count):
+            for place in range(count) if answer.last else found:
                 request.alone[question.hashes[place * HASH : (place + 1) * HASH] + group] = place in found
+        if not answer.last:
+            request.elsewhere = True
+            return
         request.unanswered -= 1
         if not request.unanswered:
-            request.deadline = 0.0
+            request.settle()
 
     # ---- jobs
 
@@ -616,7 +641,7 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         over = self._mover
         over.close()
         self._namespace = replace(self._namespace, weights_epoch=f"private-{secrets.token_hex(16)}")
-        self._mover = Mover(self._session(), self._rows, self._groups, self._load_s)
+        self._mover = Mover(self._session(), self._rows, self._groups, self._load_s, self._remote_s)
         self._mover.results, self._mover.counts = over.results, over.counts
         for request in self._requests.values():
             request.forget()

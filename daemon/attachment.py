@@ -506,7 +506,8 @@ class Session:
         the bytes. ``ticket``: a hand-off's, whose node is asked first of all.
         ``tokens``: the chain's token ids, needed where the hash is not cryptographic: the daemon compares them.
         ``each``: the hashes are no chain, but blocks to be found one by one; "leading" then means the first of those
-        that were found. Raises DaemonUnavailable, Refused, ProtocolError.
+        that were found. With ``remote`` only for blocks that are stored alone: what is fetched so begins a chain, and
+        is part of no other. Raises DaemonUnavailable, Refused, ProtocolError.
         """
         body: dict[str, Any] = {"hashes": _packed(hashes), "group": group, "request": request}
         body |= {"pin": pin, "promote": promote, "tokens": pack_u32(tokens), "remote": remote, "ticket": ticket}

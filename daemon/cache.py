@@ -192,8 +192,8 @@ class Cache:
 
         Asking again for the same request renews its lease. Blocks past the attachment's budget of pins are not matched.
         What is missing counts as a miss, once a request; not yet if the answer is not `final`.
-        With `each` the hashes are no chain: whatever is resident of them matches, and only what begins a chain is
-        stamped, since a block may not be newer than its parent.
+        With `each` the hashes are no chain: whatever of them is resident, or being fetched, matches, and only what
+        begins a chain is stamped, since a block may not be newer than its parent.
         """
         space = self._space(attachment, group)
         keys = self.residency.keys(space, hashes)
@@ -206,8 +206,10 @@ class Cache:
             if space.keeps_tokens:
                 raise ProtocolError(f"field 'each': with the hash {space.namespace.hash_algo} a block needs its chain")
             found = np.flatnonzero(rows != NO_ROW)
-            found = found[index.state[rows[found]] == RowState.READY]
+            ours = [position for position, source in self._pending(rows[found]) if source is None]
+            found = np.delete(found, ours)
             rows = rows[found]
+            coming = self._pending(rows)
             if repeats(rows):
                 raise ProtocolError("field 'hashes': a block is named twice")
             index.touch(rows[index.parent[rows] == NO_ROW])

@@ -16,7 +16,7 @@ import secrets
 import select
 import socket
 import struct
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -41,6 +41,7 @@ SO_PEERPIDFD = 77  # Linux 6.5; works across pid namespaces, where SO_PEERCRED s
 MAX_WAIT_MS = 60_000
 MAX_KEEP_MS = 600_000
 MAX_PENDING = 64  # requests of one session that are still waiting; more are not read until some have ended
+MAX_ALONE = 256  # questions to other nodes that one lookup of blocks that are no chain may open
 REFUSAL_GRACE_S = 1.0  # how long a connection that may not stay may take to ask for something
 MAX_UNREAD = 16 << 20  # bytes of replies that a client has not read; a client that is so far behind is cut off
 
@@ -377,18 +378,20 @@ class Session(asyncio.Protocol):
             take(body, "each", bool, default=False),
         )
         match = self._match(lookup)
-        question = None
+        questions: list[Question] = []
         if take(body, "remote", bool, default=True):
-            question = self._ask(lookup, match, ticket)
-        if question is None or not question.asking or not wait:
-            self._reply_match(correlation, lookup, match, question)
+            questions = self._ask(lookup, match, ticket)
+        if not wait or not any(question.asking for question in questions):
+            self._reply_match(correlation, lookup, match, questions)
             return
-        self._start(self._answer_lookup(correlation, lookup, question, wait), "lookup")
+        self._start(self._answer_lookup(correlation, lookup, questions, wait), "lookup")
 
-    async def _answer_lookup(self, correlation: int, lookup: "_Lookup", question: Question, wait: float) -> None:
-        await asyncio.wait([question.task], timeout=wait)
+    async def _answer_lookup(
+        self, correlation: int, lookup: "_Lookup", questions: Sequence[Question], wait: float
+    ) -> None:
+        await asyncio.wait([question.task for question in questions], timeout=wait)
         try:
-            self._reply_match(correlation, lookup, self._match(lookup), question)
+            self._reply_match(correlation, lookup, self._match(lookup), questions)
         except CascadeError as error:
             self.reply_error(correlation, error)
 
@@ -408,15 +411,25 @@ class Session(asyncio.Protocol):
             self._daemon.transfer.promote(lease.space, lease.rows)
         return match
 
-    def _ask(self, lookup: "_Lookup", match: Match, ticket: bytes) -> Question | None:
-        """The question for the blocks behind those that are here, where there is anybody to ask."""
-        cluster, space = self._daemon.cluster, lookup.attachment.spaces[lookup.group]
-        if cluster is None or lookup.each or not lookup.hashes[match.matched * space.width :]:
-            return None
-        return cluster.remote.ask(lookup.attachment, space, lookup.hashes, match.matched, ticket=ticket)
+    def _ask(self, lookup: "_Lookup", match: Match, ticket: bytes) -> list[Question]:
+        """The question for the blocks behind those that are here, where there is anybody to ask.
 
-    def _reply_match(self, correlation: int, lookup: "_Lookup", match: Match, question: Question | None) -> None:
-        asking = question is not None and question.asking
+        Of blocks that are no chain each that is missing is a question of its own.
+        """
+        cluster, space = self._daemon.cluster, lookup.attachment.spaces[lookup.group]
+        if cluster is None:
+            return []
+        if match.found is None:
+            chains = [(lookup.hashes, match.matched)] if len(lookup.hashes) > match.matched * space.width else []
+        else:
+            blocks = range(len(lookup.hashes) // space.width)
+            missing = sorted(set(blocks).difference(match.found.tolist()))[:MAX_ALONE]
+            chains = [(lookup.hashes[one * space.width : (one + 1) * space.width], 0) for one in missing]
+        asked = [cluster.remote.ask(lookup.attachment, space, hashes, first, ticket=ticket) for hashes, first in chains]
+        return [question for question in asked if question is not None]
+
+    def _reply_match(self, correlation: int, lookup: "_Lookup", match: Match, questions: Sequence[Question]) -> None:
+        asking = any(question.asking for question in questions)
         if not asking:
             self._daemon.cache.settle(lookup.attachment, lookup.attachment.spaces[lookup.group], match)
         self.reply(

@@ -67,7 +67,7 @@ def store(mover: Mover, rows: npt.NDArray[np.uint8], names: tuple[bytes, ...]) -
 
 def test_what_was_stored_is_loaded_and_what_was_not_is_named(daemon: DaemonProcess) -> None:
     rows = np.zeros((16, ROW), np.uint8)
-    mover = Mover(session(daemon), rows, {0: 0}, 5.0)
+    mover = Mover(session(daemon), rows, {0: 0}, 5.0, 5.0)
     mine = keys("a", 8)
     assert store(mover, rows, mine).success
     rows[:] = 0
@@ -86,7 +86,7 @@ def test_a_slot_that_was_handed_on_before_the_copy_is_a_failed_load(
     """The generation is compared after the copy: a lease that ended in the meantime protects nothing."""
     daemon = start_daemon(dram="8MiB", disk="", disk_size="")
     late, rows, others = session(daemon, LateSession), np.zeros((64, ROW), np.uint8), np.zeros((64, ROW), np.uint8)
-    mover, other = Mover(late, rows, {0: 0}, 5.0), Mover(session(daemon), others, {0: 0}, 5.0)
+    mover, other = Mover(late, rows, {0: 0}, 5.0, 5.0), Mover(session(daemon), others, {0: 0}, 5.0, 5.0)
     mine = keys("a", 8)
     assert store(mover, rows, mine).success
 
@@ -105,7 +105,7 @@ def test_a_slot_that_was_handed_on_before_the_copy_is_a_failed_load(
 
 def test_draining_waits_for_the_copy_that_runs(daemon: DaemonProcess) -> None:
     late, rows = session(daemon, LateSession), np.zeros((16, ROW), np.uint8)
-    mover = Mover(late, rows, {0: 0}, 5.0)
+    mover = Mover(late, rows, {0: 0}, 5.0, 5.0)
     mine = keys("a", 4)
     assert store(mover, rows, mine).success
     begun = threading.Event()
@@ -127,7 +127,7 @@ def test_draining_waits_for_the_copy_that_runs(daemon: DaemonProcess) -> None:
 
 def test_jobs_that_were_not_begun_fail_once_when_it_ends(daemon: DaemonProcess) -> None:
     rows = np.zeros((64, ROW), np.uint8)
-    mover = Mover(session(daemon), rows, {0: 0}, 5.0)
+    mover = Mover(session(daemon), rows, {0: 0}, 5.0, 5.0)
     for number in range(40):
         mover.load(Job(number, keys(f"{number}", 4), chunks=(0, 1, 2, 3)))
     mover.close()
@@ -136,7 +136,7 @@ def test_jobs_that_were_not_begun_fail_once_when_it_ends(daemon: DaemonProcess) 
 
 def test_a_question_is_answered_for_chains_and_for_single_blocks(daemon: DaemonProcess) -> None:
     rows = np.zeros((16, ROW), np.uint8)
-    mover = Mover(session(daemon), rows, {7: 0}, 5.0)
+    mover = Mover(session(daemon), rows, {7: 0}, 5.0, 5.0)
     mine = keys("a", 6)
     store(mover, rows, mine)
     hashes = [key[:HASH] for key in mine]

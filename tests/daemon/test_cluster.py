@@ -117,6 +117,23 @@ def test_a_prefix_on_another_nodes_disk_is_fetched_from_there(
     assert fetch(start_engine(b), tokens)["loaded"] == BLOCKS
 
 
+def test_blocks_that_are_no_chain_are_asked_for_one_by_one(
+    start_daemon: Start, start_engine: Start, redis: RedisServer
+) -> None:
+    a = node(start_daemon, redis, "a", redis_store="payload")
+    b = node(start_daemon, redis, "b", redis_store="payload")
+    writer, reader = start_engine(a), start_engine(b)
+    alone = [prompt(f"alone {number}", 1) for number in range(5)]
+    for tokens in alone[:3] + alone[4:]:
+        writer.store(tokens)
+    eventually(lambda: a.status()["cluster"]["sharing"]["counters"].get("shared_blocks", 0) == 4)
+    reader.attach()
+    found = reader.lookup_alone(alone, wait_ms=5000)
+    assert (found["found"], found["asking"]) == ([0, 1, 2, 4], False)
+    for tokens in alone[:3] + alone[4:]:
+        assert fetch(reader, tokens, "again", remote=False)["loaded"] == 1
+
+
 def test_what_redis_has_lost_of_the_directory_comes_back(
     start_daemon: Start, start_engine: Start, redis: RedisServer
 ) -> None:

@@ -298,6 +298,13 @@ class Side:
         return {"lease": found.lease, "matched": found.matched, "ready": found.ready, "tiers": found.tiers.tolist(),
                 "asking": found.asking}  # fmt: skip
 
+    def lookup_alone(self, prompts: list[list[int]], **options: Any) -> dict[str, Any]:
+        """The last block of each prompt, by itself."""
+        named = b"".join(self._hashes(tokens)[-1] for tokens in prompts)
+        looked = self._session.lookup(named, request="", pin=False, each=True, **options)
+        found = [] if looked.found is None else looked.found.tolist()
+        return {"found": found, "tiers": looked.tiers.tolist(), "asking": looked.asking}
+
     def lookup_told(self, tokens: list[int], told: list[int]) -> int:
         """How many blocks of `tokens` match when the daemon is told other token ids, or these."""
         found = self._session.lookup(self._hashes(tokens), request="told", tokens=told, pin=False)

@@ -253,6 +253,14 @@ class Manager:
             time.sleep(0.002)
         return {"results": ["RETRY"]}
 
+    def begin_lookup(self, name: str, tokens: list[int]) -> dict[str, Any]:
+        """One step of questions; `load_primed` goes on."""
+        context, keys = self.context(name, tokens, None)
+        self.open = (context, keys)
+        results = [self.manager.lookup(key, context).name for key in keys[0]]
+        self.step()
+        return {"results": results}
+
     def prime(self, name: str, tokens: list[int]) -> dict[str, Any]:
         """Steps until the tier has answered, without asking for more."""
         context, keys = self.context(name, tokens, None)
