@@ -33,7 +33,8 @@ PRODUCER = "vllm"
 ALGO = "sha256_cbor"
 TRIED = ("0.32", "0.33")
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+# In the order in which vLLM looks for them: a folder may hold the same weights in several formats.
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 _ROPE_BY_LENGTH = ("dynamic", "longrope", "su")
 
@@ -223,7 +224,10 @@ def namespace_of(config: Any, shape: Shape, options: Mapping[str, Any]) -> Names
     rope = dict(getattr(model.hf_text_config, "rope_parameters", None) or {})
     text = json.dumps(rope, sort_keys=True, default=str) if rope else ""
     by_length = any(kind in text for kind in _ROPE_BY_LENGTH)
-    identity = _identity(config, options)
+    given = options.get("model_identity")
+    identity = model_identity(
+        config, None if given is None else str(given), 'kv_connector_extra_config {"model_identity": "..."}'
+    )
     scaled = shape.kv_dtype.startswith("float8_")
     try:
         return Namespace(
@@ -245,45 +249,59 @@ def namespace_of(config: Any, shape: Shape, options: Mapping[str, Any]) -> Names
         raise LayoutMismatch(str(error)) from error
 
 
-def _identity(config: Any, options: Mapping[str, Any]) -> str:
-    model = config.model_config
-    effective = json.loads(json.dumps(model.hf_config.to_dict(), default=str))
-    effective["kvcascade.compute_dtype"] = str(model.dtype)
-    given = options.get("model_identity")
-    if given is not None:
-        effective["kvcascade.model_identity"] = str(given)
-        files: list[Path] = []
-    elif config.load_config.load_format == "dummy":
-        effective["kvcascade.dummy_seed"] = model.seed
-        files = []
-    else:
-        files = _weight_files(model.model, model.revision)
+def model_identity(config: Any, given: str | None, how: str) -> str:
+    """A digest of what the engine computes with: the effective config and the weight files, a draft model's too.
+
+    `given`: the weights' name instead of their files, if somebody gave one; `how` says where that is done. Raises
+    ConfigError where there is nothing to digest.
+    """
+    model, load = config.model_config, config.load_config
     draft = getattr(config.speculative_config, "draft_model_config", None)
-    if draft is not None and given is None and draft.model != model.model:
-        files += _weight_files(draft.model, draft.revision)
+    effective = _effective(model)
+    files: list[Path] = []
+    if given is not None:
+        effective["kvcascade.model_identity"] = given
+    elif load.load_format == "dummy":
+        effective["kvcascade.dummy_seed"] = model.seed
+    else:
+        files = _weight_files(model, load, how)
+    if draft is not None:
+        # Its layers' KV lies in the same blocks.
+        effective["kvcascade.draft"] = _effective(draft)
+        if given is None and draft.model != model.model:
+            files += _weight_files(draft, load, how)
     return model_digest(effective, files)
 
 
-def _weight_files(model: str, revision: str | None) -> list[Path]:
-    place = Path(model)
+def _effective(model: Any) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(json.dumps(model.hf_config.to_dict(), default=str))
+    return config | {"kvcascade.compute_dtype": str(model.dtype)}
+
+
+def _weight_files(model: Any, load: Any, how: str) -> list[Path]:
+    place = Path(model.model)
     if place.is_file():
         return [place]
     if not place.is_dir():
         from huggingface_hub import snapshot_download
 
         try:
-            place = Path(snapshot_download(model, revision=revision, local_files_only=True))
+            place = Path(
+                snapshot_download(
+                    model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
+                )
+            )
         except Exception as error:  # a foreign library's, of many kinds, which all mean the same
             raise ConfigError(
-                f"model: the files of {model!r:.80} are not on this machine, so its identity is not known: give one "
-                'with kv_connector_extra_config {"model_identity": "..."}'
+                f"model: the files of {model.model!r:.80} are not on this machine, so its identity is not known: give "
+                f"one with {how}"
             ) from error
     for pattern in _WEIGHTS:
         if files := sorted(place.glob(pattern)):
             return files
     raise ConfigError(
-        f"model: {model!r:.80} has no weight files ({', '.join(_WEIGHTS)}), so its identity is not known: give one "
-        'with kv_connector_extra_config {"model_identity": "..."}'
+        f"model: {model.model!r:.80} has no weight files ({', '.join(_WEIGHTS)}), so its identity is not known: give "
+        f"one with {how}"
     )
 
 

@@ -19,19 +19,13 @@ keeps no chunk before the window, and recurrent state one here and there: their 
 are partial tails. Both are loaded one by one.
 """
 
-import json
 import logging
-import os
 import secrets
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from hashlib import sha256
 from itertools import islice
-from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
@@ -52,17 +46,16 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvcascade.config.errors import CascadeError, ConfigError, ProtocolError, Refused
 from kvcascade.daemon.attachment import Session
 from kvcascade.daemon.protocol import PAGE
-from kvcascade.tiers.block import CRYPTOGRAPHIC, TAGGED, KVGroup, default_seed, none_hash, probe_hashes
-from kvcascade.tiers.namespace import Namespace, model_digest
+from kvcascade.tiers.block import TAGGED, probe_hashes
 
 from .pages import COUNTERS, GROUP, HASH, NOTHING, OPERATION_S, Answer, Done, Job, Mover, Question, Run, group_of
+from .vllm_pages import PRODUCER, chained_groups, engine_config, hash_algo_of, page_namespace, refuse_computed_scales
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
 
-PRODUCER: Final = "vllm-offload"
 ATTACH_S: Final = 2.0
 _PREFIX = "vllm:kv_offload_kvcascade_"
 
@@ -92,135 +85,6 @@ def check_contract() -> None:
 
 def _unlike(name: str) -> str:
     return f"vllm {vllm.__version__}: its tiers have no {name}; known are those of 0.32 and 0.33"
-
-
-def _engine_config(spec: Any) -> tuple[Any, Any]:
-    """The engine's VllmConfig and KVCacheConfig, or (None, None).
-
-    vLLM hands a tier an excerpt without hash algorithm, weights, quantisation and rope; all of them change what a block
-    is. The whole is a local variable of the constructor that is making us, and proves to be the one that `spec` was cut
-    from by holding the very same extra config.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        config = frame.f_locals.get("vllm_config")
-        transfer = getattr(config, "kv_transfer_config", None)
-        if transfer is not None and transfer.kv_connector_extra_config is spec.config.extra_config:
-            return config, frame.f_locals.get("kv_cache_config")
-        frame = frame.f_back
-    return None, None
-
-
-# ---- which blocks may stand for one another
-
-
-def page_namespace(
-    spec: Any, row_bytes: int, chained: dict[int, bool], engine: Any, *, model: str, weights_epoch: str, hash_algo: str
-) -> Namespace:
-    """The namespace of vLLM's own pages under this config: whatever changes their bytes or their keys.
-
-    Raises ConfigError naming the field that cannot be used.
-    """
-    config, parallel = spec.config, spec.config.parallel
-    pages = {
-        # Pages may be cut anew by any version but a bug fix.
-        "vllm": ".".join(vllm.__version__.split(".")[:2]),
-        "row": row_bytes,
-        "hash_tokens": config.cache.tokens_per_hash,
-        "chunk_blocks": config.cache.blocks_per_chunk,
-        "dtype": config.model.dtype,
-        "layout": config.kv_cache_layout or "",
-        "canonical": bool(config.canonical_layout),
-        "replicated": bool(spec.replicated_layout),
-        "groups": [
-            [group.group_id, group.tokens_per_block, list(group.layer_names), chained[group.group_id]]
-            for group in config.groups
-        ],
-        "parallel": "any"
-        if parallel.is_parallelism_agnostic
-        else [parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
-    }
-    quantisation = str(getattr(getattr(engine, "model_config", None), "quantization", None) or "")
-    identity = [model or _model_identity(engine), _engine_identity(engine), pages]
-    seed = default_seed(hash_algo)
-    try:
-        return Namespace(
-            model=sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest(),
-            weights_epoch=weights_epoch,
-            kv_dtype="uint8",
-            groups=tuple(
-                KVGroup(
-                    block_tokens=group.tokens_per_block * config.cache.blocks_per_chunk,
-                    layers=row_bytes // PAGE,
-                    kv_heads=1,
-                    head_dim=PAGE,
-                    kind="pages",
-                )
-                for group in config.groups
-            ),
-            kv_scales="",
-            rope="",
-            max_model_len=0,
-            quantisation=quantisation,
-            producer=PRODUCER,
-            hash_algo=hash_algo,
-            key_scheme=TAGGED,
-            none_hash=none_hash(seed, hash_algo),
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _engine_identity(engine: Any) -> dict[str, Any]:
-    """What of the engine's config changes the content of a page, beside weights and what the pages themselves tell."""
-    if engine is None:
-        return {}
-    model, text = engine.model_config, engine.model_config.hf_text_config
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    by_length = "dynamic" in str(rope) or "longrope" in str(rope)
-    return {
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization or ""),
-        "max_model_len": model.max_model_len if by_length else 0,
-    }
-
-
-def _model_identity(engine: Any) -> str:
-    """A digest of the effective config and the weight files, of a draft model's too, whose layers are in the pages.
-
-    Raises ConfigError where there is nothing to digest.
-    """
-    if engine is None:
-        raise ConfigError("model: vLLM's config is not in reach; name the model in the tier's config: \"model\": ...")
-    draft = getattr(engine.speculative_config, "draft_model_config", None)
-    models = [engine.model_config, *([draft] if draft is not None else [])]
-    return " ".join(_digest(model, engine.load_config) for model in models)
-
-
-def _digest(model: Any, load: Any) -> str:
-    config = json.loads(json.dumps(model.hf_config.to_dict(), default=str))
-    if load.load_format == "dummy":
-        return model_digest(config | {"kvcascade_dummy_seed": model.seed}, [])
-    folder = Path(model.model)
-    if folder.is_file():
-        return model_digest(config, [folder])
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        try:
-            folder = Path(
-                snapshot_download(
-                    model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
-                )
-            )
-        except Exception as error:  # whatever the hub's client finds wrong, there are no files to digest
-            raise ConfigError(
-                f'model: the weight files of {model.model} are not found; name them in the tier\'s config: "model": ...'
-            ) from error
-    weights = sorted(file for kind in ("safetensors", "bin", "pt", "pth", "gguf") for file in folder.glob(f"*.{kind}"))
-    if not weights:
-        raise ConfigError(f'model: no weight files in {folder}; name the model in the tier\'s config: "model": ...')
-    return model_digest(config, weights)
 
 
 # ---- one request, as the scheduler's thread knows it
@@ -327,10 +191,9 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             raise ConfigError(f"resets: {resets!r:.80} is not private or keep")
         if locality is not None:
             raise ConfigError("locality: this tier's blocks may lie on this node or elsewhere; leave it out")
-        engine, kv_cache = _engine_config(offloading_spec)
-        self._algo = _hash_algo(engine, hash_algo)
-        if engine is not None and getattr(engine.cache_config, "calculate_kv_scales", False):
-            raise ConfigError("calculate_kv_scales: scales computed at run time differ from engine to engine")
+        engine, kv_cache = engine_config(offloading_spec)
+        self._algo = hash_algo_of(engine, hash_algo)
+        refuse_computed_scales(engine)
         row_bytes = primary_kv_view.strides[0] if primary_kv_view.strides else 0
         if row_bytes <= 0 or row_bytes % PAGE:
             raise ConfigError(f"primary_kv_view: rows of {row_bytes} bytes are not whole pages of {PAGE}")
@@ -338,7 +201,7 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             group.group_id: group.tokens_per_block * offloading_spec.config.cache.blocks_per_chunk
             for group in offloading_spec.config.groups
         }
-        self._chained = _chained(offloading_spec, kv_cache)
+        self._chained = chained_groups(offloading_spec, kv_cache)
         self._groups = {group: place for place, group in enumerate(self._tokens)}
         self._load_s = load_timeout_s
         self._lookup_s = lookup_timeout_s
@@ -666,42 +529,3 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             if value:
                 stats.increase_counter(_PREFIX + name, value)
         return None if stats.is_empty() else stats
-
-
-def _hash_algo(engine: Any, declared: str) -> str:
-    """vLLM's hash algorithm. Raises ConfigError for one that cannot be shared, naming the flag."""
-    actual = engine.cache_config.prefix_caching_hash_algo if engine is not None else declared or "sha256_cbor"
-    if declared and declared != actual:
-        raise ConfigError(f"hash_algo: the tier's config says {declared}, vLLM uses {actual}")
-    if actual not in CRYPTOGRAPHIC:
-        if "PYTHONHASHSEED" not in os.environ:
-            raise ConfigError(
-                f"PYTHONHASHSEED: unset, so {actual} has a random root in each process and no block is ever found "
-                "again; pass --prefix-caching-hash-algo sha256_cbor"
-            )
-        raise ConfigError(
-            f"hash_algo: {actual} can collide, and vLLM gives tiers no token ids to compare; "
-            "pass --prefix-caching-hash-algo sha256_cbor"
-        )
-    if actual == "sha256" and declared != "sha256":
-        raise ConfigError(
-            "hash_algo: sha256 hashes pickles, which differ between Python versions: pass --prefix-caching-hash-algo "
-            'sha256_cbor, or accept it by "hash_algo": "sha256" in the tier\'s config'
-        )
-    return str(actual)
-
-
-def _chained(spec: Any, kv_cache: Any) -> dict[int, bool]:
-    """Which KV groups keep whole chains. Where nobody says, none: blocks that stand alone are always right."""
-    chained: dict[int, bool] = {}
-    for group in spec.config.groups:
-        if hasattr(group, "sliding_window_size_in_chunks"):  # since 0.33
-            chained[group.group_id] = group.sliding_window_size_in_chunks is None
-        elif kv_cache is not None:
-            from vllm.v1.kv_cache_interface import is_full_attention_spec
-
-            whole = is_full_attention_spec(kv_cache.kv_cache_groups[group.group_id].kv_cache_spec)
-            chained[group.group_id] = bool(whole)
-        else:
-            chained[group.group_id] = False
-    return chained

@@ -105,11 +105,14 @@ def test_groups_of_unlike_blocks_and_windows_without_heads(make: Callable[..., M
 
 def test_an_engine_of_other_pages_or_weights_finds_nothing(make: Callable[..., Manager], vllm: Vllm) -> None:
     make().store(name="a", tokens=prompt(1))
+    make(cache={"cache_dtype": "fp8"}).store(name="a", tokens=prompt(1))
     unlike: list[dict[str, Any]] = [
         {"groups": [{"tokens": 32}]},
         {"groups": HYBRID},
         {"model": str(vllm.directory / "tuned"), "weights": "another tuning"},
         {"tier": {"weights_epoch": "2"}},
+        {"cache": {"cache_dtype": "fp8_e4m3"}},  # of the flavour alone: the pages are of one size
+        {"cache": {"cache_dtype": "fp8_e5m2"}},
         {"environ": {"PYTHONHASHSEED": "7"}},
     ]
     for spec in unlike:
@@ -390,6 +393,7 @@ def test_the_config_in_the_readme_is_the_one_that_works(make: Callable[..., Mana
         ({"algo": "xxhash_cbor"}, "PYTHONHASHSEED"),
         ({"algo": "xxhash_cbor", "environ": {"PYTHONHASHSEED": "1"}}, "hash_algo: xxhash_cbor"),
         ({"tier": {"hash_algo": "sha256"}}, "hash_algo"),
+        ({"cache_has": {"calculate_kv_scales": True}}, "calculate_kv_scales: .*--calculate-kv-scales"),
         ({"tier": {"resets": "sometimes"}}, "resets"),
         ({"tier": {"locality": "LOCAL"}}, "locality"),
         ({"tier": {"sokcet": "/x"}}, "sokcet"),

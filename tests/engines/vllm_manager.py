@@ -80,9 +80,12 @@ class Manager:
             kind = SlidingWindowSpec(**block, sliding_window=group["window"]) if group.get("window") else None
             groups.append(KVCacheGroupSpec([f"layer{place}"], kind or FullAttentionSpec(**block)))
         cache = CacheConfig(
-            block_size=self.groups[0]["tokens"], enable_prefix_caching=True, prefix_caching_hash_algo=algo
-        )
+            block_size=self.groups[0]["tokens"], enable_prefix_caching=True, prefix_caching_hash_algo=algo,
+            **spec.get("cache", {}),
+        )  # fmt: skip
         cache.kv_cache_layout = "LBHNC"
+        for name, value in spec.get("cache_has", {}).items():  # in other versions of vLLM
+            setattr(cache, name, value)
         page = groups[0].kv_cache_spec.page_size_bytes * len(groups)
         row = -(-page // 4096) * 4096
         tier = {"type": "CascadeTier", "module_path": "kvcascade.connectors.vllm_tier", **spec.get("tier", {})}

@@ -46,6 +46,8 @@ class Vllm:
         for part in ("config", "connectors", "daemon", "tiers"):
             (package / part).symlink_to(ROOT / part)
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("KVCASCADE_", "PYTHON"))}
+        # VLLM_SOURCES: a folder with another version's Python code, as unpacked from its wheel, to run instead.
+        path = os.pathsep.join([str(package.parent), *filter(None, [os.environ.get("VLLM_SOURCES")])])
         self.log = directory / "vllm.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -53,7 +55,7 @@ class Vllm:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=environ | {"PYTHONPATH": str(package.parent), "VLLM_LOGGING_LEVEL": "WARNING"},
+                env=environ | {"PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "WARNING"},
             )
         self._names = (f"m{number}" for number in itertools.count())
 
