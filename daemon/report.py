@@ -244,6 +244,11 @@ def _cluster(console: Console, cluster: Answer) -> None:
         for peer in cluster["peers"]
     ]
     _table(console, "", ["source", "where", "state", ">speed", ">memory", ">fetched", ">stored", "reason"], rows)
+    if redis and "lost_s" in redis:
+        what = f"{redis['lost_s']:.0f} s ago ({redis['counters']['data_losses']} times in all)"
+        _line(console, f"redis lost what it held {what}: what is used is sent again")
+    if redis and redis.get("evicted"):
+        _line(console, f"redis has evicted {redis['evicted']} keys ({redis['policy']})")
     callers = served["callers"] if served else []
     for one in callers[-SHOWN_CALLERS:]:
         what = f"{one['served_blocks']} blocks, {format_bytes(one['served_bytes'])}"

@@ -4,6 +4,11 @@ Nothing here ever makes an engine wait. Blocks that have become ready are queued
 queue that is full drops, and counts it. A block that waits is not held: it is looked up again when its turn comes, and
 is busy only while it is being sent.
 
+A block that Redis was sent is marked so. Marks are beliefs: Redis evicts, expires, and may lose all that it held. So
+when a lookup touches blocks whose marks are old, older than such a loss, or missing (this daemon is new, another node
+sent them), Redis is asked to keep them for another TTL, which tells which of them it has; the others are sent again. A
+loss costs nothing here but that: no block is looked at until it is used.
+
 The directory names every 16th block and the ends of chains. A block that is evicted here leaves its entry behind:
 entries are hints, and the node that follows one is told exactly what is here.
 """
@@ -39,6 +44,8 @@ SEND_BYTES = 16 << 20  # in one batch
 SEND_BLOCKS = 256  # describing a batch costs the loop some 10 us a block
 STEP = 16  # every so many blocks of a chain one is named in the directory
 RENEW_BLOCKS = 4096  # of one lookup at most
+EVICTING_S = 60  # so old a mark is in doubt while Redis evicts
+ASK_AGAIN_S = 5.0  # how long Redis is not asked what it has when it could not tell, or did not take what it lacked
 IDLE_S = 1.0  # how often blocks that are about to be evicted are looked for
 ANNOUNCE_PAUSE_S = 0.01  # between the pieces of what is named after a start
 ANNOUNCE_PIECE = 1024
@@ -81,6 +88,7 @@ class Sharing:
         self._renewals: set[asyncio.Task[None]] = set()
         self._announcing: asyncio.Task[None] | None = None
         self._paused = False
+        self._ask_at = 0.0  # of `_now`: no sooner
         self.counters: Counter[str] = Counter()
 
     async def __aenter__(self) -> Self:
@@ -148,29 +156,55 @@ class Sharing:
         if reservation.source == Tier.REDIS:
             self._cache.residency.index.shared_at[rows] = self._now()
         elif reservation.source is None and self._settings.write_policy == "through":
-            self._enqueue(space, rows)
+            self._enqueue(space, rows[self._cache.residency.index.shared_at[rows] == 0])
 
     def _was_used(self, space: Space, rows: U32) -> None:
-        if self._redis is None or not len(rows) or space.namespace.hash_algo not in CRYPTOGRAPHIC:
+        redis, now = self._redis, self._now()
+        if redis is None or not redis.available or now < self._ask_at:
+            return
+        if not len(rows) or space.namespace.hash_algo not in CRYPTOGRAPHIC:
             return
         index = self._cache.residency.index
         shared = index.shared_at[rows]
-        if self._settings.write_policy == "on-reuse":
-            self._enqueue(space, rows[(shared == 0) & (index.state[rows] == RowState.READY)])
-        now = self._now()
-        old = rows[(shared != 0) & (now - shared > self._settings.ttl / 4)][:RENEW_BLOCKS]
-        if len(old) and self._redis.available:
-            index.shared_at[old] = now
-            task = asyncio.create_task(self._renew(self._names(space, old)), name="renew")
+        # Redis may have evicted it since.
+        evicted = min(redis.evicted_at - self._born + 1, now - EVICTING_S)
+        due = (shared != 0) & (shared <= max(self._lost_at(), evicted, now - self._settings.ttl / 4))
+        if self._settings.write_policy != "on-evict":
+            due |= (shared == 0) & (index.state[rows] == RowState.READY)
+        asked, before = rows[due][:RENEW_BLOCKS], shared[due][:RENEW_BLOCKS]
+        if len(asked):
+            index.shared_at[asked] = now
+            task = asyncio.create_task(self._renew(redis, space, asked, before), name="renew")
             self._renewals.add(task)
             task.add_done_callback(self._renewals.discard)
 
-    async def _renew(self, names: list[BlockName]) -> None:
-        assert self._redis is not None
+    async def _renew(self, redis: RedisTier, space: Space, rows: U32, before: U32) -> None:
+        """Asks for a longer life of blocks, marked so at `before`; those that Redis does not have are sent again."""
+        index = self._cache.residency.index
+        keys = index.key[rows]
+
+        def same() -> npt.NDArray[np.bool_]:
+            there: npt.NDArray[np.bool_] = index.state[rows] == RowState.READY
+            there &= (index.space[rows] == space.number) & (index.key[rows] == keys).all(axis=1)
+            return there
+
         try:
-            await self._redis.renew(names)
+            lacking = ~np.array(await redis.renew(self._names(space, rows)))
         except CascadeError as error:
-            log.info("not renewed blocks=%d reason=%s", len(names), error)
+            log.info("not renewed blocks=%d reason=%s", len(rows), error)
+            self._ask_at = self._now() + ASK_AGAIN_S
+            index.shared_at[rows[same()]] = before[same()]
+            return
+        lacking &= same()
+        index.shared_at[rows[lacking]] = 0
+        if self._settings.write_policy != "on-evict":
+            self.counters["lost_blocks"] += int(np.count_nonzero(before[lacking]))
+            self._enqueue(space, rows[lacking])
+
+    def _lost_at(self) -> float:
+        """What was marked then or before is lost."""
+        assert self._redis is not None
+        return max(0.0, self._redis.lost_at - self._born + 1)
 
     def _now(self) -> int:
         """Seconds, never 0."""
@@ -217,7 +251,6 @@ class Sharing:
 
     def _enqueue(self, space: Space, rows: U32) -> None:
         index = self._cache.residency.index
-        rows = rows[index.shared_at[rows] == 0]
         room = QUEUE_BLOCKS - len(self._queue)
         if len(rows) > room or not self._redis_takes():
             self.counters["share_dropped_blocks"] += len(rows) - (room if self._redis_takes() else 0)
@@ -284,6 +317,8 @@ class Sharing:
             index.shared_at[failed] = 0
             self.counters["shared_blocks"] += len(held) - len(failed)
             self.counters["share_dropped_blocks"] += len(failed)
+            if len(failed):
+                self._ask_at = self._now() + ASK_AGAIN_S
             residency.free_doomed(np.unique(held))
             residency.wake()
 
@@ -297,8 +332,9 @@ class Sharing:
                 self._enqueue_oldest(SEND_BLOCKS)
 
     def _enqueue_oldest(self, count: int) -> None:
-        index, high = self._cache.residency.index, self._cache.residency.index.high
-        alone = (index.dram[:high] != NO_SLOT) & (index.state[:high] == RowState.READY) & (index.shared_at[:high] == 0)
+        index, high, now = self._cache.residency.index, self._cache.residency.index.high, self._now()
+        alone = (index.dram[:high] != NO_SLOT) & (index.state[:high] == RowState.READY)
+        alone &= index.shared_at[:high] <= max(self._lost_at(), now - self._settings.ttl)
         rows = np.flatnonzero(alone).astype(np.uint32)
         rows = rows[np.argsort(index.stamp[rows])[:count]]
         for number in np.unique(index.space[rows]).tolist():

@@ -11,6 +11,10 @@ hangs elsewhere, where names of hosts are looked up, say, has not got hold of it
 
 One node of a cluster that is away is left alone by itself: what the others have is served on.
 
+Redis may lose what it held and be there all the same: it was restarted, flushed or failed over to an empty replica. So
+each node of it holds a mark of ours, a value that was made up once and goes with all the rest: where it is another one,
+all that was sent before is in doubt (`lost_at`). What Redis evicts is told by its own counter (`evicted_at`).
+
 Whatever is read proves itself (value.py): without the fleet's secret a writer of Redis can cause misses, and make up
 blocks for hashes that it knows; with it, misses. A reader of Redis who guesses a prompt can find it there without the
 secret; with it neither keys nor headers tell. Payloads are not encrypted: who runs the model too can know KV again.
@@ -19,10 +23,12 @@ secret; with it neither keys nor headers tell. Payloads are not encrypted: who r
 import asyncio
 import logging
 import math
+import secrets
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
 from threading import Lock, local
@@ -59,7 +65,11 @@ DAY_S: Final = 86400.0
 REFUSED_S: Final = 1.0  # for how long no block is sent after Redis refused one for a reason that lasts
 MOST_SKIPPED: Final = 4 << 20  # bytes of a value that is none of ours; rather than more a connection is given up
 MOST_MEMBERS: Final = 2048
+MARK_S: Final = 3600.0  # how long a mark outlives the last daemon
+MARK_BYTES: Final = 16
+MARKS: Final = 1024  # names that are tried to find one for each node of a cluster
 ABSENT: Final = "not there"
+_SECTIONS: Final = (b"server", b"memory", b"replication", b"stats")
 LASTING: Final = frozenset({"OOM", "MISCONF", "NOPERM", "NOREPLICAS"})
 NOT_READY: Final = frozenset({"LOADING", "NOAUTH", "MASTERDOWN"})
 REDIRECTIONS: Final = 3
@@ -106,6 +116,16 @@ class _Course:
         await outlast([gone])
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What a probe has seen: figures of all nodes, the longest latency, who is away and why, each node's mark."""
+
+    info: dict[str, Any]
+    latency: float
+    away: dict[Node, str]
+    marks: dict[bytes, bytes]
+
+
 class RedisTier:
     """The blocks in Redis. `open` before anything else; all methods are for the loop's thread."""
 
@@ -141,6 +161,9 @@ class RedisTier:
         self._pause = PAUSE_FIRST_S
         self._info: dict[str, Any] = {}
         self._latency = 0.0
+        self._marks: dict[bytes, bytes] = {}  # as they were last seen
+        # By the clock: when Redis was last found to have lost what it held, and to have evicted something.
+        self.lost_at = self.evicted_at = float("-inf")
         self._day = clock()
         self._written = 0
         self.counters: Counter[str] = Counter()
@@ -189,7 +212,7 @@ class RedisTier:
         while True:
             self._trouble.clear()
             try:
-                self._info, self._latency, self._away = await self._probes.begin(self._look)
+                look = await self._probes.begin(self._look)
             except CascadeError as error:
                 self._failed(str(error), probe=True)
             except Exception as error:
@@ -198,6 +221,7 @@ class RedisTier:
             else:
                 if self._reason:
                     log.info("redis is there url=%s", self._topology.redacted)
+                self._note(look)
                 self._reason, self._pause = "", PAUSE_FIRST_S
             self._probed.set()
             if self._reason:
@@ -208,6 +232,18 @@ class RedisTier:
                     async with asyncio.timeout(PROBE_S):
                         await self._trouble.wait()
                         await asyncio.sleep(self._pause)
+
+    def _note(self, look: _Look) -> None:
+        evicted = look.info["evicted"] > self._info.get("evicted", look.info["evicted"])
+        if evicted:
+            self.evicted_at = self._clock()
+        if any(self._marks.get(key, mark) != mark for key, mark in look.marks.items()):
+            self.lost_at = self._clock()
+            if not evicted:  # else a mark alone may be gone, which makes all that it stands for worth a question
+                log.warning("redis has lost what it held url=%s", self._topology.redacted)
+                self.counters["data_losses"] += 1
+        self._marks |= look.marks
+        self._info, self._latency, self._away = look.info, look.latency, look.away
 
     def _failed(self, reason: str, *, probe: bool = False) -> None:
         if self._closed:
@@ -239,8 +275,8 @@ class RedisTier:
         if self._away and all(node in self._away for node in self._topology.nodes):
             self._failed(next(iter(self._away.values())))
 
-    def _look(self) -> tuple[dict[str, Any], float, dict[Node, str]]:
-        """How all nodes are: their figures, the longest latency, and who is away, why. TierUnavailable when all are."""
+    def _look(self) -> _Look:
+        """How all nodes are. TierUnavailable when all are away."""
         try:
             self._topology.learn()
         except TierUnavailable:
@@ -248,13 +284,16 @@ class RedisTier:
                 raise
         infos: dict[Node, dict[str, str]] = {}
         away: dict[Node, str] = {}
+        marks: dict[bytes, bytes] = {}
         latency = 0.0
         for node in self._topology.nodes:
             try:
                 wire = self._wire(node, self._clock() + self._settings.deadline, probe=True)
                 began = self._clock()
-                infos[node] = self._info_of(wire)
+                info = self._info_of(wire)
                 latency = max(latency, self._clock() - began)
+                marks |= self._mark_of(node, wire)
+                infos[node] = info
             except TierUnavailable as error:
                 away[node] = str(error).removeprefix("redis: ")
         if not infos:
@@ -266,16 +305,46 @@ class RedisTier:
             "memory": sum(_number(info.get("used_memory")) for info in infos.values()),
             "memory_limit": sum(_number(info.get("maxmemory")) for info in infos.values()),
             "policy": first.get("maxmemory_policy", ""),
+            "evicted": sum(_number(info.get("evicted_keys")) for info in infos.values()),
         }
         if self._topology.is_cluster:
             told["nodes"] = {f"{host}:{port}": away.get((host, port)) for host, port in [*infos, *away]}
-        return told, latency, away
+        return _Look(told, latency, away, marks)
+
+    def _mark_of(self, node: Node, wire: Wire) -> dict[bytes, bytes]:
+        """A node's mark under its key, which is made where there is none; nothing where none can be had."""
+        key = self._mark_key(node)
+        if key is None:
+            return {}
+        lives = b"%d" % int(MARK_S * 1000)
+        wire.send(
+            [
+                command(b"SET", key, secrets.token_bytes(MARK_BYTES), b"NX", b"PX", lives),
+                command(b"PEXPIRE", key, lives),
+                command(b"GET", key),
+            ]
+        )
+        mark: Any = None
+        for _ in range(3):
+            try:
+                mark = wire.reply()
+            except RedisSaysNo:
+                mark = None
+        return {key: mark} if isinstance(mark, bytes) and len(mark) == MARK_BYTES else {}
+
+    def _mark_key(self, node: Node) -> bytes | None:
+        for number in range(MARKS):
+            key = self._prefix + b":mark:%d" % number
+            with suppress(TierUnavailable):
+                if self._topology.node_of(key) == node:
+                    return key
+        return None
 
     def _info_of(self, wire: Wire) -> dict[str, str]:
         """A node's figures; none where they are not for us. TierUnavailable where it cannot serve now."""
         texts: list[str] = []
-        wire.send([command(b"INFO", section) for section in (b"server", b"memory", b"replication")])
-        for _ in range(3):
+        wire.send([command(b"INFO", section) for section in _SECTIONS])
+        for _ in _SECTIONS:
             try:
                 reply = wire.reply()
             except RedisSaysNo as error:
@@ -344,11 +413,11 @@ class RedisTier:
         self.counters["over_budget_blocks"] += len(jobs) - len(some)
         return reasons + ["redis.daily_bytes is used up"] * (len(jobs) - len(some))
 
-    async def renew(self, names: Sequence[BlockName]) -> None:
-        """Lets blocks live for another TTL. TierUnavailable."""
-        ttl = b"%d" % int(self._settings.ttl * 1000)
-        commands = [(key, command(b"PEXPIRE", key, ttl)) for key in map(self.key_of, names)]
-        _all_good(await self._run_small(lambda course: self._ask(commands, course), self._settings.deadline))
+    async def renew(self, names: Sequence[BlockName]) -> list[bool]:
+        """Lets blocks live for another TTL; which of them are there. TierUnavailable when one cannot be told."""
+        replies = await self._run_small(lambda course: self._renew(names, course), self._settings.deadline)
+        _all_good(replies)
+        return [reply == 1 for reply in replies]
 
     async def forget(self, names: Sequence[BlockName]) -> None:
         """Takes values away that have proved false. TierUnavailable."""
@@ -412,6 +481,7 @@ class RedisTier:
             "written_today": self._written,
             "daily_bytes": budget,
             **self._info,
+            **({"lost_s": self._clock() - self.lost_at} if self.counters["data_losses"] else {}),
             "counters": dict(self.counters),
         }
 
@@ -647,6 +717,10 @@ class RedisTier:
         keys = self._keys_of(names)
         head = command(b"EXISTS", keys[0])[: -len(keys[0]) - 2] if keys else b""
         return self._ask([(key, b"%b%b\r\n" % (head, key)) for key in keys], course)
+
+    def _renew(self, names: Sequence[BlockName], course: _Course) -> list[Any]:
+        ttl = b"%d" % int(self._settings.ttl * 1000)
+        return self._ask([(key, command(b"PEXPIRE", key, ttl)) for key in self._keys_of(names)], course)
 
     def _read(self, keys: Sequence[bytes], course: _Course) -> list[Any]:
         if self._topology.is_cluster or not keys:

@@ -4,60 +4,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from engines.nodes import BLOCKS, Start, fetch, node, stored
 from engines.redis_server import RedisServer, serve
-from engines.scripted import Engine, eventually, prompt
-
-from kvcascade.daemon.protocol import Tier
-
-Start = Callable[..., Any]
-BLOCKS = 40
+from engines.scripted import eventually, prompt
 
 
 @pytest.fixture
 def redis() -> Iterator[RedisServer]:
     with serve() as one:
         yield one
-
-
-def node(start_daemon: Start, redis: RedisServer | None, name: str, **flags: str) -> Any:
-    where = {} if redis is None else {"redis_url": redis.url, "redis_deadline": "1s"}
-    flags = {"daemon_seed": "0", "cluster_fetch": "always", **where, **flags}
-    return start_daemon(cluster_node=name, peers_listen="127.0.0.1:0", **flags)
-
-
-def fetch(engine: Engine, tokens: list[int], request: str = "r", **options: Any) -> dict[str, Any]:
-    """What an engine does that waits for other nodes: look up, load, copy, prove."""
-    found: dict[str, Any] = engine.lookup(tokens, request, wait_ms=3000, **options)
-    assert not found["asking"]
-    loaded = foreign = 0
-    if found["lease"]:
-        loaded = engine.load(found["lease"], found["matched"], 4000)
-        judged = engine.read(tokens)
-        loaded, foreign = len(judged["intact"]), len(judged["foreign"])
-        engine.release(found["lease"])
-    assert foreign == 0
-    return {"matched": found["matched"], "loaded": loaded, "tiers": [Tier(tier).name for tier in found["tiers"]]}
-
-
-def stored(daemon: Any, engine: Engine, tokens: list[int], *, where: str) -> None:
-    """Stores a prompt, and returns when other nodes can know."""
-    before = daemon.status()["cluster"]
-    engine.store(tokens)
-
-    def known() -> bool:
-        now = daemon.status()["cluster"]
-        shared = now["sharing"]["counters"].get("shared_blocks", 0) - before["sharing"]["counters"].get(
-            "shared_blocks", 0
-        )
-        named = now["fleet"]["counters"].get("entries_written", 0) if now["fleet"] else 0
-        return shared >= len(tokens) // 16 if where == "redis" else named > 0
-
-    eventually(known)
 
 
 def test_a_prefix_in_redis_is_fetched_by_another_node(
