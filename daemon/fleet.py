@@ -14,10 +14,17 @@ for each 16 blocks stored, and at rest a GET and two SETs a node every 5 s; no S
 each node adds its name to one sorted set and reads it, to meet those it has not met. Entries live as long as blocks in
 Redis do; one that leads to a node that has been gone for as long as a lease goes when met.
 
-Two nodes with one name would take turns at one record: the later one sees the other's living record, and steps back
-until that is gone. A node that was killed and is back at its address takes its record over at once, because no two can
-listen there. Nodes that hash otherwise (another seed, algorithm or key scheme) never meet a block of ours, since all of
-that is in the namespace; they are told apart here so that `status` can say why nothing is shared.
+Two nodes with one name would take turns at one record: the later one sees the other's living record, steps back until
+that is gone, and says so under `twin:` and the name, for the other one to know. A node that was killed and is back at
+its address takes its record over at once, because no two can listen there. Nodes that hash otherwise (another seed,
+algorithm or key scheme) never meet a block of ours, since all of that is in the namespace; they are told apart here so
+that `status` can say why nothing is shared.
+
+A record is signed, but who can write into Redis can put an old one there again. So no clock and no order is trusted,
+but two things that an old record cannot have. Each renewal counts on (`beat`): a node whose record has not advanced for
+a lease is gone. And a record names the namesakes that its node has just seen (`seen`): one that names us was written in
+our life, by a node that lives. One that does not never makes a node give up the name that it has, and makes one that
+starts wait for a lease at most.
 
 A Redis that has lost what it held (it was restarted, flushed or failed over) is noticed by our own record's absence:
 `forgotten` is called, for all that lies here to be named again.
@@ -59,6 +66,7 @@ ERASE_S: Final = 0.001  # what is to go gets a value that nobody takes, and so l
 ERASING: Final = 4  # tasks, with the two that always run
 BOOT_BYTES: Final = 16
 GONE: Final = 4096  # incarnations without a record that are remembered
+NAMESAKES: Final = 4  # that a record names
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 
@@ -135,6 +143,33 @@ class NodeInfo:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What lies in Redis for a node; see above."""
+
+    info: NodeInfo
+    beat: int
+    seen: tuple[bytes, ...]
+
+    def pack(self) -> bytes:
+        return cbor2.dumps({"info": self.info.pack(), "beat": self.beat, "seen": list(self.seen)})
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "_Record":
+        """ProtocolError naming the field for what no node of this version writes."""
+        if len(data) > MAX_RECORD:
+            raise ProtocolError(f"record: {len(data)} bytes are more than {MAX_RECORD}")
+        values = decode_body(data)
+        seen = take(values, "seen", list, hi=NAMESAKES)
+        if not all(isinstance(boot, bytes) and len(boot) == BOOT_BYTES for boot in seen):
+            raise ProtocolError("field 'seen': it is no list of incarnations")
+        return cls(
+            NodeInfo.unpack(take(values, "info", bytes, hi=MAX_RECORD)),
+            take(values, "beat", int, lo=0, hi=(1 << 63) - 1),
+            tuple(seen),
+        )
+
+
 @dataclass(slots=True)
 class _Known:
     info: NodeInfo
@@ -151,7 +186,6 @@ class Fleet:
         self.me = me
         self._entry_ttl = entry_ttl
         self._timeout = timeout
-        self._me_packed = self._sealed(me)
         self.forgotten: Callable[[], None] = lambda: None
         # The loop's thread alone changes what follows.
         self._known: dict[bytes, _Known] = {}  # incarnation → node
@@ -160,8 +194,13 @@ class Fleet:
         self._waiting: dict[bytes, None] = {}
         self._gathered = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._recorded = False  # our record was written
-        self.taken_by = ""  # another living node of this name: its incarnation
+        self._beat = 0
+        self._beats: dict[bytes, tuple[int, float]] = {}  # incarnation → the last beat, and when that was first seen
+        self._namesakes: dict[bytes, tuple[NodeInfo, float]] = {}  # others of our name, and when they were last seen
+        self._recorded = False  # our record was written, so the name is ours
+        self._waiting_since = 0.0  # for another one of our name to show that it lives
+        self.taken_by = ""  # the incarnation of another node, which has the name
+        self._twin_key = b"twin:" + me.name.encode()
         self._trouble = ""
         self._meet_at = 0.0
         self.counters: Counter[str] = Counter()
@@ -191,11 +230,11 @@ class Fleet:
         await asyncio.wait(tasks)
         self._tasks.clear()
         self._recorded = False
-        keys = [self._node_key(self.me.name), b"boot:" + self.me.boot]
+        keys = [self._node_key(self.me.name), self._twin_key, b"boot:" + self.me.boot]
         with suppress(CascadeError):  # they run out by themselves
             # No record is better than one that runs out: others stop asking at once. A namesake's is left alone.
             there = await self._store.read(keys, self._timeout)
-            ours = [key for key, record in zip(keys, there, strict=True) if record == self._me_packed]
+            ours = [key for key, record in zip(keys, there, strict=True) if self._is_ours(record)]
             if ours:
                 await self._erase(ours)
 
@@ -207,15 +246,36 @@ class Fleet:
     def _node_key(self, name: str) -> bytes:
         return b"node:" + name.encode()
 
-    def _sealed(self, info: NodeInfo) -> bytes:
-        body = info.pack()
+    def _sealed(self, now: float) -> bytes:
+        """Our record, a beat further."""
+        self._beat += 1
+        seen = [boot for boot, (_, at) in self._namesakes.items() if now - at < LEASE_S]
+        body = _Record(self.me, self._beat, tuple(seen[-NAMESAKES:])).pack()
         return self._secret.tag("nodes", body) + body
 
-    def _unsealed(self, data: bytes) -> NodeInfo:
+    def _unsealed(self, data: bytes) -> _Record:
         tag, body = data[:TAG_BYTES], data[TAG_BYTES:]
         if not self._secret.proves(tag, "nodes", body):
             raise ProtocolError("record: it is not signed with the fleet's secret")
-        return NodeInfo.unpack(body)
+        return _Record.unpack(body)
+
+    def _is_ours(self, data: bytes | None) -> bool:
+        try:
+            return data is not None and self._unsealed(data).info.boot == self.me.boot
+        except CascadeError:
+            return False
+
+    def _lives(self, record: _Record, now: float) -> bool:
+        """Whether the record has advanced within a lease; one that is seen for the first time has."""
+        boot = record.info.boot
+        beat, since = self._beats.get(boot, (-1, now))
+        if record.beat > beat:
+            beat, since = record.beat, now
+            self._beats.pop(boot, None)
+            if len(self._beats) >= KNOWN:
+                self._beats.pop(next(iter(self._beats)))
+            self._beats[boot] = (beat, since)
+        return now - since < LEASE_S
 
     async def _renew(self) -> None:
         while True:
@@ -232,29 +292,69 @@ class Fleet:
 
     async def _renew_once(self) -> None:
         key = self._node_key(self.me.name)
-        (there,) = await self._store.read([key], self._timeout)
-        other = self._other(there)
-        if other is not None and not self._recorded and other.address == self.me.address is not None:
-            log.info("an earlier life of this node is over boot=%s", other.boot.hex())
-            await self._erase([b"boot:" + other.boot])
-            other = None
-        if other is not None:
+        there, twin = await self._store.read([key, self._twin_key], self._timeout)
+        now = asyncio.get_running_loop().time()
+        self._namesake(twin, now)
+        other = self._namesake(there, now)
+        if other is not None and self._has_the_name(other, now):
             if not self.taken_by:
                 log.error("cluster.node: another node is named %s too; this one is silent", self.me.name)
-            self.taken_by = other.boot.hex()
+            self.taken_by = other.info.boot.hex()
+            self._recorded = False
+            await self._store.write([(self._twin_key, self._sealed(now))], LEASE_S, self._timeout)
             return
-        self.taken_by = ""
-        records = [(key, self._me_packed), (b"boot:" + self.me.boot, self._me_packed)]
-        await self._store.write(records, LEASE_S, self._timeout)
+        if other is not None and not self._recorded:
+            log.info("an earlier life of this node is over boot=%s", other.info.boot.hex())
+            await self._erase([b"boot:" + other.info.boot])
+        silent, self.taken_by, self._waiting_since = self.taken_by, "", 0.0
+        record = self._sealed(now)
+        await self._store.write([(key, record), (b"boot:" + self.me.boot, record)], LEASE_S, self._timeout)
         if self._recorded and not there:
             log.warning("redis has lost what it held")
             self.counters["forgotten"] += 1
-            self.forgotten()
+        if silent or (self._recorded and not there):
+            self.forgotten()  # nothing that was to be named then has been
         self._recorded = True
-        now = asyncio.get_running_loop().time()
         if now >= self._meet_at:
             self._meet_at = now + MEET_S
             await self._meet()
+
+    def _namesake(self, data: bytes | None, now: float) -> _Record | None:
+        """The record of another node of our name, if that is what lies there; an earlier life of ours is none."""
+        if not data:
+            return None
+        try:
+            record = self._unsealed(data)
+        except CascadeError as error:
+            log.warning("the record under our name is no node's reason=%s", error)
+            self.counters["bad_records"] += 1
+            return None
+        info = record.info
+        if info.boot == self.me.boot or info.name != self.me.name:
+            return None
+        if not self._is_here(info) and self._lives(record, now):
+            self._namesakes.pop(info.boot, None)
+            self._namesakes[info.boot] = (info, now)
+            if len(self._namesakes) > KNOWN:
+                self._namesakes.pop(next(iter(self._namesakes)))
+        return record
+
+    def _is_here(self, info: NodeInfo) -> bool:
+        """Whether a node says that it is where we are; then it is over, since no two can listen there."""
+        return info.address is not None and info.address == self.me.address
+
+    def _has_the_name(self, other: _Record, now: float) -> bool:
+        """Whether the name is another node's, whose record this is, and not ours."""
+        if self._is_here(other.info):
+            return False
+        if self.me.boot in other.seen and self._lives(other, now):
+            self._waiting_since = 0.0
+            # Of two that both have written a record, one must go.
+            return not self._recorded or other.info.boot < self.me.boot
+        if self._recorded:
+            return False
+        self._waiting_since = self._waiting_since or now
+        return now - self._waiting_since < LEASE_S
 
     async def _meet(self) -> None:
         """Reads the records of the other nodes, to know those with which nothing can be shared."""
@@ -264,21 +364,9 @@ class Fleet:
         for record in await self._store.read(keys, self._timeout) if keys else []:
             if record:
                 try:
-                    self.note(self._unsealed(record))
+                    self.note(self._unsealed(record).info)
                 except CascadeError:
                     self.counters["bad_records"] += 1
-
-    def _other(self, record: bytes | None) -> NodeInfo | None:
-        """The living node that has our name, if what lies there is a node's record."""
-        if not record:
-            return None
-        try:
-            info = self._unsealed(record)
-        except CascadeError as error:
-            log.warning("the record under our name is no node's reason=%s", error)
-            self.counters["bad_records"] += 1
-            return None
-        return info if info.boot != self.me.boot else None
 
     async def _nodes(self, boots: Sequence[bytes], timeout: float) -> dict[bytes, NodeInfo]:
         """The living nodes of these incarnations."""
@@ -307,12 +395,13 @@ class Fleet:
         if not record:
             return False
         try:
-            info = self._unsealed(record)
+            known = self._unsealed(record)
         except CascadeError as error:
             self.counters["bad_records"] += 1
             log.debug("a node's record is not believed reason=%s", error)
             return False
-        if info.boot != boot:
+        info = known.info
+        if info.boot != boot or not self._lives(known, now):
             return False
         self.note(info)
         if info.address is not None and self.me.difference(info) is None:
@@ -426,6 +515,13 @@ class Fleet:
 
     def problems(self) -> list[str]:
         problems = [f"nothing is shared with a node: {text}" for text in sorted(self._different.values())[:5]]
+        what = f"cluster.node: another node is named {self.me.name} too"
         if self.taken_by:
-            problems.append(f"cluster.node: another node is named {self.me.name} too (boot {self.taken_by[:8]})")
+            problems.append(f"{what} (boot {self.taken_by[:8]}); this one offers nothing to others: rename it")
+            return problems
+        now = asyncio.get_running_loop().time()
+        for boot, (info, at) in self._namesakes.items():
+            if now - at < LEASE_S:
+                where = "" if info.address is None else f" at {info.address}"
+                problems.append(f"{what} (boot {boot.hex()[:8]}{where}); that one offers nothing to others: rename it")
         return problems

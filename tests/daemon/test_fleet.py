@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from asyncio import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +51,20 @@ async def node(server: RedisServer, info: NodeInfo, secret: Secret = SECRET) -> 
             yield one
     finally:
         await tier.close()
+
+
+def sealed(info: NodeInfo, secret: Secret, beat: int = 1) -> bytes:
+    """A node's record as the node itself would write it."""
+    body = cbor2.dumps({"info": info.pack(), "beat": beat, "seen": []})
+    return secret.tag("nodes", body) + body
+
+
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(400):
+        if condition():
+            return
+        await asyncio.sleep(0.03)
+    raise AssertionError("it did not come to that")
 
 
 async def find(one: Fleet, chain: bytes = CHAIN) -> list[tuple[str, int]]:
@@ -193,25 +207,114 @@ async def test_a_restarted_nodes_old_entries_are_void(server: RedisServer) -> No
             await eventually(b, [("a", 40)])
 
 
-async def test_the_later_one_of_two_nodes_with_one_name_steps_back(server: RedisServer) -> None:
+async def test_the_later_one_of_two_nodes_with_one_name_steps_back_and_both_say_so(server: RedisServer) -> None:
     async with node(server, A) as a:
         await asyncio.sleep(0.3)
         elsewhere = Endpoint("10.0.0.3", 7400)
         async with node(server, replace(A, boot=b"C" * 16, address=elsewhere)) as twin, node(server, B) as b:
-            for _ in range(200):
-                if twin.problems():
-                    break
-                await asyncio.sleep(0.03)
-            assert any("named a too" in problem for problem in twin.problems())
-            assert a.problems() == []
-            twin.announce(SPACE, 0, [HASHES[15]])
-            for _ in range(200):
-                if twin.counters["entries_dropped"]:
-                    break
-                await asyncio.sleep(0.03)
-            assert twin.counters["entries_dropped"] == 1
-            assert await find(b) == []
-        assert a.problems() == []
+            await until(lambda: twin.problems() and a.problems())
+            (told,), (heard,) = twin.problems(), a.problems()
+            assert "named a too" in told and "; this one offers nothing" in told and A.boot.hex()[:8] in told
+            assert "named a too" in heard and f"{(b'C' * 16).hex()[:8]} at 10.0.0.3:7400" in heard
+            a.announce(SPACE, 0, [HASHES[15]])
+            twin.announce(SPACE, 0, [HASHES[20]])
+            await until(lambda: twin.counters["entries_dropped"])
+            await eventually(b, [("a", 40)])
+            # And so it stays, however often both renew.
+            await asyncio.sleep(2 * module.LEASE_S)
+            assert twin.taken_by == A.boot.hex() and not a.taken_by
+            assert await find(b, CHAIN[: 17 * 32]) == [("a", 17)] and await find(b, HASHES[20]) == []
+        await until(lambda: a.problems() == [])
+
+
+async def test_a_node_that_gets_its_name_names_all_it_has(server: RedisServer) -> None:
+    async with node(server, replace(A, address=Endpoint("10.0.0.3", 7400))) as holder:
+        await until(lambda: server.client().exists("kvcascade:node:a"))
+        async with node(server, replace(A, boot=b"C" * 16)) as twin:
+            again = asyncio.Event()
+            twin.forgotten = again.set
+            await until(lambda: twin.taken_by)
+            await asyncio.sleep(module.LEASE_S)
+            assert twin.taken_by and not again.is_set()
+            await holder.stop()
+            await until(lambda: not twin.taken_by)
+            assert again.is_set()
+
+
+async def test_one_of_two_that_both_have_written_their_record_goes(server: RedisServer) -> None:
+    """Both were cut off from each other, or were started at one moment."""
+    async with node(server, A) as a:
+        await until(lambda: server.client().exists("kvcascade:node:a"))
+        server.client().delete("kvcascade:node:a")
+        async with node(server, replace(A, boot=b"C" * 16, address=Endpoint("10.0.0.3", 7400))) as twin:
+            await until(lambda: bool(a.taken_by) != bool(twin.taken_by))
+            await asyncio.sleep(2 * module.LEASE_S)
+            assert bool(a.taken_by) != bool(twin.taken_by)
+
+
+async def test_an_old_record_put_there_again_silences_nobody(server: RedisServer) -> None:
+    """Who writes into Redis has recorded an earlier life of the node, at another address, with all its renewals."""
+    old = replace(A, boot=b"0" * 16, address=Endpoint("10.0.0.9", 7400))
+    client = server.client()
+    replays = [sealed(old, SECRET, beat) for beat in range(1, 200)]
+
+    async def replay() -> None:
+        for number in range(10**6):
+            client.set("kvcascade:node:a", replays[min(number // 4, len(replays) - 1)])
+            client.set(b"kvcascade:boot:" + old.boot, replays[-1])
+            await asyncio.sleep(0.02)
+
+    async with node(server, A) as a, node(server, B) as b:
+        a.announce(SPACE, 0, [HASHES[15]])
+        await written(a, 1)
+        await eventually(b, [("a", 40)])
+        attack = asyncio.create_task(replay())
+        try:
+            for _ in range(30):
+                await asyncio.sleep(0.1)
+                assert not a.taken_by
+                assert [name for name, _ in await find(b)] == ["a"]
+            # What is new is named as before.
+            a.announce(SPACE, 0, [HASHES[31]])
+            await written(a, 2)
+        finally:
+            attack.cancel()
+
+
+async def test_an_old_record_makes_a_node_that_starts_wait_for_a_lease_at_most(server: RedisServer) -> None:
+    old = replace(A, boot=b"0" * 16, address=Endpoint("10.0.0.9", 7400))
+    client = server.client()
+    numbers = iter(range(1, 10**6))
+
+    async def replay() -> None:
+        while True:
+            client.set("kvcascade:node:a", sealed(old, SECRET, next(numbers)))
+            await asyncio.sleep(0.02)
+
+    attack = asyncio.create_task(replay())
+    try:
+        async with node(server, A) as a, node(server, B) as b:
+            await until(lambda: a.taken_by)
+            await until(lambda: not a.taken_by)
+            a.announce(SPACE, 0, [HASHES[15]])
+            await written(a, 1)
+            await eventually(b, [("a", 40)])
+    finally:
+        attack.cancel()
+
+
+async def test_a_dead_nodes_record_that_does_not_go_is_no_sign_of_life(server: RedisServer) -> None:
+    """It was put there again, or a Redis without expiry has kept it."""
+    client = server.client()
+    async with node(server, B) as b:
+        client.set(b"kvcascade:boot:" + A.boot, sealed(A, SECRET, 7))
+        client.set(b"kvcascade:d:" + SECRET.name_of(BlockName(SPACE, 0, HASHES[3])), A.boot)
+        assert await find(b) == [("a", 40)]
+        await eventually(b, [])
+        client.set(b"kvcascade:boot:" + A.boot, sealed(A, SECRET, 6))
+        client.set(b"kvcascade:d:" + SECRET.name_of(BlockName(SPACE, 0, HASHES[3])), A.boot)
+        await asyncio.sleep(2 * module.FRESH_S)
+        assert await find(b) == []
 
 
 async def test_the_name_of_a_node_that_has_gone_is_free(server: RedisServer) -> None:
@@ -277,12 +380,12 @@ async def test_without_a_secret_a_forged_record_is_a_hint_like_any_other(server:
     open_secret = Secret()
     evil = replace(A, name="evil", boot=b"E" * 16)
     async with node(server, B, open_secret) as b:
-        body = evil.pack()
-        server.client().set(b"kvcascade:boot:" + evil.boot, open_secret.tag("nodes", body) + body)
+        server.client().set(b"kvcascade:boot:" + evil.boot, sealed(evil, open_secret))
         server.client().set(b"kvcascade:d:" + open_secret.name_of(BlockName(SPACE, 0, HASHES[3])), evil.boot)
         assert await find(b) == [("evil", 40)]
         # Nor can it speak to the terminal of whoever asks for the status.
-        body = cbor2.dumps(cbor2.loads(body) | {"name": "\x1b[2J", "none_hash": bytes(32)})
+        info = cbor2.dumps(cbor2.loads(evil.pack()) | {"name": "\x1b[2J", "none_hash": bytes(32)})
+        body = cbor2.dumps({"info": info, "beat": 2, "seen": []})
         server.client().set(b"kvcascade:boot:" + evil.boot, open_secret.tag("nodes", body) + body)
         await asyncio.sleep(0.2)
         assert await find(b) == []
