@@ -435,7 +435,9 @@ class RedisSettings(Section):
     write_policy: str = setting(
         "through", _choice("through", "on-reuse", "on-evict"), "when blocks in dram are copied to Redis"
     )
-    daily_bytes: int = setting("0", _size(MIN_POOL, off=True), "bytes that this node may write a day; 0 for no limit")
+    daily_bytes: int = setting(
+        "0", _size(MIN_POOL, off=True), "bytes this node may write a day, from its start on; 0: no limit"
+    )
     connect_timeout: float = setting("1s", _duration(0.01, 60), "how long a connection may take to be made")
     deadline: float = setting(
         "2s", _duration(0.01, 60), "how long Redis may take to answer, and no byte of a block may move"

@@ -9,6 +9,7 @@ whatever has become of the request since.
 """
 
 import logging
+import secrets
 import threading
 import time
 from collections import Counter
@@ -470,7 +471,7 @@ class PagedScheduler(SchedulerConnector):
         False while a load is under way that was begun before: its request will hold KV of the old weights.
         """
         old = self._session
-        self._epoch = f"private-{time.time_ns():x}-{id(self):x}"
+        self._epoch = f"private-{secrets.token_hex(16)}"
         self._session = self._open_session(self._epoch)
         for life in self._lives.values():
             self._let_go(life)

@@ -81,7 +81,7 @@ class Daemon:
         self._folder = folder
         self.hung = False  # a device has not answered by the end: its threads never will
         self.boot = secrets.token_bytes(16)
-        self.started = time.time()
+        self.started = clock()
         self.socket_path = settings.daemon.socket or protocol.default_socket_path()
         self.draining = False
         self.counters: Counter[str] = Counter()

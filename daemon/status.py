@@ -28,12 +28,13 @@ def describe(daemon: "Daemon") -> dict[str, Any]:
     leases.sort(key=lambda lease: lease.created)
     now = daemon.clock()
     problems = _problems(daemon, tiers)
+    uptime = now - daemon.started
     return {
         "version": VERSION,
         "boot": daemon.boot.hex(),
         "pid": os.getpid(),
-        "uptime_s": time.time() - daemon.started,
-        "started": daemon.started,
+        "uptime_s": uptime,
+        "started": time.time() - uptime,
         "seed_fingerprint": daemon.none_hash.hex()[:16],
         "hash_algo": daemon.settings.daemon.hash_algo,
         "key_scheme": daemon.settings.daemon.key_scheme,

@@ -517,6 +517,7 @@ class RedisTier:
             raise TierUnavailable(f"redis: {self._reason}")
         course = _Course(self._clock() + min(timeout, self._settings.deadline))
         call = self._small.begin(lambda: work(course))
+        call.add_done_callback(_hear)  # a caller that was cancelled does not
         done, _ = await asyncio.wait([call], timeout=course.deadline + GRACE_S - self._clock())
         if not done or call.cancelled():
             call.cancel()
@@ -903,6 +904,11 @@ class RedisTier:
         except RedisSaysNo as error:
             return f"{error.code} {error.rest}"
         return None
+
+
+def _hear(call: asyncio.Future[Any]) -> None:
+    if not call.cancelled():
+        call.exception()
 
 
 def _number(text: str | None) -> int:
