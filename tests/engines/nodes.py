@@ -15,8 +15,8 @@ BLOCKS = 40
 
 def node(start_daemon: Start, redis: RedisServer | None, name: str, **flags: str) -> Any:
     where = {} if redis is None else {"redis_url": redis.url, "redis_deadline": "1s"}
-    flags = {"daemon_seed": "0", "cluster_fetch": "always", **where, **flags}
-    return start_daemon(cluster_node=name, peers_listen="127.0.0.1:0", **flags)
+    usual = {"daemon_seed": "0", "cluster_fetch": "always", "peers_listen": "127.0.0.1:0"}
+    return start_daemon(cluster_node=name, **{**usual, **where, **flags})
 
 
 def fetch(engine: Engine, tokens: list[int], request: str = "r", **options: Any) -> dict[str, Any]:
