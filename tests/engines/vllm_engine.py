@@ -79,6 +79,7 @@ class Vllm:
     def call(self, step: str, /, *arguments: Any, **named: Any) -> Any:
         self._pipe.send_bytes(cbor2.dumps([step, arguments, named]))
         if not self._pipe.poll(PATIENCE_S):
+            self._pipe.close()  # a late answer must not be taken for that of a later step
             raise AssertionError(f"{step} did not end within {PATIENCE_S:g} s:\n{self.tail()}")
         try:
             outcome, value = cbor2.loads(self._pipe.recv_bytes())
