@@ -1,13 +1,21 @@
 """The benches' own frame: what a row says, and that `make bench` leaves what it promises."""
 
+import gzip
+import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from bench.harness import Row, below
+from bench.vllm import LONGEST, arguments, report
+from bench.vllm_parts import Results
+from rich.console import Console
 
 RUN = Path(__file__).with_name("run.py")
+VLLM = Path(__file__).with_name("vllm.py")
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +56,55 @@ def test_an_unknown_subject_is_refused_by_name() -> None:
     done = subprocess.run([sys.executable, "-P", str(RUN), "--only", "nothing"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "'nothing'" in done.stderr
+
+
+def vllm_bench(out: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-W", "error", str(VLLM), "--quick", "--out", str(out), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | variables)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_a_part_of_the_vllm_bench_can_be_run_alone(tmp_path: Path) -> None:
+    done = vllm_bench(tmp_path, "--only", "step")
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "vllm.json").read_text(encoding="utf-8"))
+    assert results["failed"] == {}
+    assert [row["unit"] for row in results["rows"]] == ["us", "us"]
+    assert results["rows"][0]["target"] == "value < 100"
+    assert all(row["value"] > 0 for row in results["rows"])
+
+
+def test_without_its_environment_the_vllm_bench_fails_and_says_why(tmp_path: Path) -> None:
+    done = vllm_bench(tmp_path, XDG_CACHE_HOME="/dev/null")
+    assert done.returncode == 1
+    (reason,) = json.loads((tmp_path / "vllm.json").read_text(encoding="utf-8"))["failed"].values()
+    assert "the environment with vLLM cannot be made" in reason
+    assert f"failed bench-vllm: {reason}"[:60] in done.stdout
+
+
+def test_a_figure_that_cannot_be_measured_is_told_and_the_next_ones_are_measured(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=160)
+    results = Results(console)
+    with results.measuring("one"):
+        raise ValueError("out of luck\nat length")
+    with results.measuring("two"):
+        results.rows.append(Row("two", 1.0, "s", target=below(2)))
+    assert report(results, arguments(["--out", str(tmp_path)]), {}) == 1
+    written = json.loads((tmp_path / "vllm.json").read_text(encoding="utf-8"))
+    assert written["failed"] == {"one": "ValueError: out of luck"}
+    assert [row["name"] for row in written["rows"]] == ["two"]
+    assert "failed one: ValueError: out of luck" in console.file.getvalue()
+
+
+def test_the_trace_of_agents_names_its_source_and_continues_its_sessions() -> None:
+    with gzip.open(Path(__file__).with_name("agent_sessions.json.gz")) as file:
+        trace = json.load(file)
+    assert "Apache-2.0" in trace["source"]
+    lengths: dict[str, int] = {}
+    for one in trace["requests"]:
+        assert one["keep"] == lengths.get(one["session"], 0)
+        assert one["add"]
+        lengths[one["session"]] = one["keep"] + len(one["add"])
+    assert len(lengths) == 9
+    assert max(lengths.values()) < LONGEST
