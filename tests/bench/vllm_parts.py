@@ -24,7 +24,7 @@ from kvcascade.daemon.client import Client
 from kvcascade.tiers.block import BlockHasher
 from kvcascade.tiers.namespace import Namespace
 
-from .harness import Row, check, session
+from .harness import Row, check, process_cpu, session
 
 BLOCK = 32
 SEED = "0"  # of the engines, as engines.vllm_engine starts them
@@ -110,6 +110,10 @@ class Node:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+    def cpu(self) -> float:
+        assert self._process is not None
+        return process_cpu(self._process.pid)
 
     def blocks(self) -> int:
         return sum(tier["blocks"] for tier in self.status()["tiers"])
