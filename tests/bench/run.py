@@ -31,6 +31,7 @@ SUBJECTS = {
     "trouble": "hits in DRAM while the disk hangs; what the ledger costs",
     "redis": "blocks and names in Redis against raw sockets and redis-py",
     "peers": "blocks of another node against raw sockets; round trips while they are served",
+    "links": "time to first token over links of 10 Gbit/s to 1 Mbit/s, fetched against computed",
     "hashing": "block hashes against cbor2 and hashlib",
     "codec": "lossless packing of real KV",
     "fleet": "the directory: Redis memory a block, commands of a fleet at rest",
