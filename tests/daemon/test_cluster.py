@@ -6,11 +6,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines.nodes import BLOCKS, Start, fetch, node, stored
 from engines.redis_server import RedisServer, serve
-from engines.scripted import eventually, prompt
+from engines.scripted import Engine, eventually, prompt
 
 
 @pytest.fixture
