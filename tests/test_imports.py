@@ -129,7 +129,7 @@ def test_a_light_module_is_light_in_a_fresh_interpreter(module: str) -> None:
 
 
 # Their engine is installed elsewhere; tests/connectors/test_vllm*.py run them.
-ELSEWHERE = ("connectors/vllm.py", "connectors/vllm_model.py", "connectors/vllm_tier.py")
+ELSEWHERE = ("connectors/vllm.py", "connectors/vllm_model.py", "connectors/vllm_pages.py", "connectors/vllm_tier.py")
 
 
 @pytest.mark.parametrize(
