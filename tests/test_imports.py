@@ -36,13 +36,15 @@ OTHERS = {
     "daemon": {"cbor2", "numpy", "rich", "uvloop"},
     "connectors": {"numpy", "torch"},
 }
+# Their engine is installed elsewhere; tests/connectors/test_vllm*.py run them.
+ELSEWHERE = {"connectors/vllm.py", "connectors/vllm_model.py", "connectors/vllm_pages.py", "connectors/vllm_tier.py"}
 # Engines, devices and the like live in one file each.
 ONLY_IN = {
     "cuda": {"tiers/memory.py"},
     "torch": {"tiers/memory.py"},
     "transformers": {"connectors/huggingface.py", "daemon/cli.py"},
-    "vllm": {"connectors/vllm.py", "connectors/vllm_model.py", "connectors/vllm_tier.py"},
-    "huggingface_hub": {"connectors/vllm_model.py", "connectors/vllm_tier.py"},
+    "vllm": ELSEWHERE,
+    "huggingface_hub": {"connectors/vllm_model.py"},
     "redis": {"tiers/redis_wire.py"},
     "lz4": {"tiers/codec.py"},
     "zstandard": {"tiers/codec.py"},
@@ -126,10 +128,6 @@ def test_a_light_module_is_light_in_a_fresh_interpreter(module: str) -> None:
     script = f"import sys, {module}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
     assert not set(done.stdout.split()) & HEAVY
-
-
-# Their engine is installed elsewhere; tests/connectors/test_vllm*.py run them.
-ELSEWHERE = ("connectors/vllm.py", "connectors/vllm_model.py", "connectors/vllm_pages.py", "connectors/vllm_tier.py")
 
 
 @pytest.mark.parametrize(
