@@ -23,24 +23,22 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
 import transformers
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvcascade.config.errors import CascadeError, DaemonUnavailable, LayoutMismatch, Refused
-from kvcascade.daemon.attachment import Lookup, MappedPool, Session
-from kvcascade.daemon.protocol import PAGE, BlockState, Tier
+from kvcascade.daemon.attachment import Lookup, Session
+from kvcascade.daemon.protocol import BlockState, Tier
 from kvcascade.tiers.block import TAGGED, BlockHash, BlockHasher, KVGroup, default_seed, none_hash, probe_hashes
-from kvcascade.tiers.memory import Memory, import_device_memory, register_host, unregister_host
 from kvcascade.tiers.namespace import Namespace, model_digest
 
 from .layout import Layers, describe_sequence, empty_layers, load_sequence, store_sequence
+from .pools import PoolViews
 
 T = TypeVar("T")
 
@@ -472,6 +470,8 @@ class PrefixCache:
         self._ask_wait = ask
         self._clock = clock
         namespace = namespace_of(model, self._shape, block_tokens=block_tokens, seed=seed, weights_epoch=weights_epoch)
+        gpus = (device for device in self._shape.devices if device.type == "cuda")
+        self._views = PoolViews(next(gpus, torch.device("cpu")))
         # All of this changes under _lock, except what a session changes in itself.
         self._lock = threading.Lock()
         self._counters = Counters()
@@ -480,8 +480,6 @@ class PrefixCache:
         self._epoch = self._weights.epoch()
         self._session = self._new_session(namespace)
         self._pid = os.getpid()
-        self._imports: dict[int, tuple[MappedPool, Memory]] = {}
-        self._pinned: dict[int, MappedPool] = {}  # what was pinned for a GPU, or found not to be possible to pin
         self._pause = 0.0
         self._not_before = 0.0
         try:
@@ -513,10 +511,7 @@ class PrefixCache:
     def close(self) -> None:
         """Detach. Never raises; idempotent. What was loaded stays good; later lookups miss."""
         self._session.close()
-        with self._lock:
-            for _, memory in self._imports.values():
-                memory.close()
-            self._imports.clear()
+        self._views.close()
 
     def __enter__(self) -> Self:
         return self
@@ -638,7 +633,7 @@ class PrefixCache:
             return [], 0, missed
         layers = _empty_layers(self._shape, place.count * self._block_tokens)
         with session.copying(place) as pools:
-            slots = self._slots(pools, place.pools, place.pages)
+            slots = self._views.slots(pools, place.pools, place.pages, self._namespace.block_bytes(0))
             load_sequence(layers, slots, self._block_tokens)
             _synchronize(self._shape.devices)
         # Only now, when no byte moves any more, does a generation prove what was copied.
@@ -712,7 +707,8 @@ class PrefixCache:
         if len(reservation.blocks):
             try:
                 with session.copying(reservation) as pools:
-                    slots = self._slots(pools, reservation.pools, reservation.pages)
+                    nbytes = self._namespace.block_bytes(0)
+                    slots = self._views.slots(pools, reservation.pools, reservation.pages, nbytes)
                     store_sequence(_layers(cache), slots, reservation.blocks.tolist(), self._block_tokens)
                     _synchronize(self._shape.devices)
             except BaseException:
@@ -796,44 +792,6 @@ class PrefixCache:
             timeout=self._timeout,
             clock=self._clock,
         )
-
-    def _slots(self, pools: Mapping[int, MappedPool], which: NDArray[np.uint8], pages: NDArray[np.uint32]) -> list[Any]:
-        """The bytes of these slots, as arrays or as tensors of a device; valid inside `copying` alone."""
-        nbytes = self._namespace.block_bytes(0)
-        devices = {identity: self._device_memory(pools[identity]) for identity in set(which.tolist())}
-        return [
-            pools[identity].slot(page, nbytes) if (memory := devices[identity]) is None
-            else memory.tensor(page * PAGE, nbytes)
-            for identity, page in zip(which.tolist(), pages.tolist(), strict=True)
-        ]  # fmt: skip
-
-    def _device_memory(self, pool: MappedPool) -> Memory | None:
-        """This process's import of a pool in a device's memory; None for one in host memory."""
-        if pool.fd is None:
-            self._pin(pool)
-            return None
-        with self._lock:
-            known, memory = self._imports.get(pool.pool, (None, None))
-            if memory is None or known is not pool:
-                if memory is not None:
-                    memory.close()
-                memory = import_device_memory(pool.device, pool.fd, pool.size)
-                self._imports[pool.pool] = (pool, memory)
-            return memory
-
-    def _pin(self, pool: MappedPool) -> None:
-        """Pins a host pool for the model's first GPU, once a mapping: unpinned copies are true too, only slower."""
-        gpu = next((device for device in self._shape.devices if device.type == "cuda"), None)
-        with self._lock:
-            if gpu is None or self._pinned.get(pool.pool) is pool:
-                return
-            self._pinned[pool.pool] = pool
-            device = f"cuda:{gpu.index or 0}"
-            reason = register_host(pool.array(), device)
-            if reason is None:
-                pool.before_close = partial(unregister_host, pool.array(), device)
-            else:
-                log.warning("the %s pool is not pinned for %s reason=%s", pool.tier, device, reason)
 
 
 def _fill(cache: Any, layers: Layers, tokens: int) -> None:
