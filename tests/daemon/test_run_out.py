@@ -1,6 +1,7 @@
 """Leases that really run out while bytes are on their way between nodes, over slow links: a miss, never foreign bytes.
 
-A13: the lease lasts 500 ms, the transfer seconds, and the memory becomes other blocks' in between.
+A13: the lease lasts 500 ms, the transfer seconds, and the memory becomes other blocks' in between. The source notices
+by its generations and the reader by checksums: a block must escape both to be foreign.
 """
 
 import time
@@ -16,7 +17,7 @@ from engines.scripted import Engine, eventually, prompt
 
 SHAPE = {"layers": 8, "head_dim": 128}  # 256 KiB a block
 BLOCKS = 48
-RATE = 4_000_000  # bytes a second: three seconds for a prefix
+RATE = 1_000_000  # bytes a second: twelve seconds for a prefix
 SMALL = {"dram": "16MiB", "disk": "", "disk_size": "", "leases_budget_share": "100%"}  # 64 blocks
 PATIENT = {"cluster_deadline": "30s", "peers_deadline": "30s", "redis_deadline": "30s", "peers_threads": "1"}
 
