@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from bench.harness import Row, below
 from bench.vllm import LONGEST, arguments, report
-from bench.vllm_parts import Results
+from bench.vllm_parts import Pairs, Results
 from rich.console import Console
 
 RUN = Path(__file__).with_name("run.py")
@@ -108,3 +108,13 @@ def test_the_trace_of_agents_names_its_source_and_continues_its_sessions() -> No
         lengths[one["session"]] = one["keep"] + len(one["add"])
     assert len(lengths) == 9
     assert max(lengths.values()) < LONGEST
+
+
+def test_what_noise_hides_gets_no_verdict() -> None:
+    quiet, busy = Pairs(), Pairs()
+    for nudge in (0.001, -0.001, 0.002, -0.002):
+        quiet.add([2.04, 2.04], [2.0, 2.0 + nudge])
+        busy.add([2.04, 2.04], [2.0, 2.0 + 300 * nudge])
+    row = quiet.row("more")
+    assert (round(row.value), row.ok) == (2, False)
+    assert busy.row("more").ok is None

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from kvcascade.daemon.client import Client
 from kvcascade.tiers.block import BlockHasher
 from kvcascade.tiers.namespace import Namespace
 
-from .harness import Row, check, process_cpu, session
+from .harness import Row, below, check, process_cpu, session
 
 BLOCK = 32
 SEED = "0"  # of the engines, as engines.vllm_engine starts them
@@ -168,6 +168,17 @@ def first_token(engine: Vllm, prompt: Sequence[int]) -> float:
     return float(engine.do("timed", [list(prompt)])["seconds"])
 
 
+def cpu_of(engine: Vllm) -> float:
+    """CPU seconds that all processes of the engine have taken: it leads a session of its own."""
+    total = 0.0
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(folder.name) and int(fields[3]) == engine.process.pid:
+                total += process_cpu(int(folder.name))
+    return total
+
+
 def attached(engine: Vllm, node: Node) -> None:
     """Return when both sides of the engine are sessions of the node: they come when they want something."""
     end = time.monotonic() + START_S
@@ -202,3 +213,25 @@ def spread(values: Sequence[float]) -> float:
         return 0.0
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return high - low
+
+
+@dataclass(slots=True)
+class Pairs:
+    """What something adds, in per cent: rounds of two runs with and two without it, in turn."""
+
+    more: list[float] = field(default_factory=list)
+    itself: list[float] = field(default_factory=list)  # the second run without it over the first: what is noise
+
+    def add(self, with_it: Sequence[float], without: Sequence[float]) -> None:
+        self.more.append(100 * (sum(with_it) / sum(without) - 1))
+        self.itself.append(100 * (without[1] / without[0] - 1))
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether the median of these rounds tells 1 % from noise."""
+        return spread(self.itself) / len(self.itself) ** 0.5 < 1
+
+    def row(self, name: str) -> Row:
+        """The median, beside the noise; judged only where that can be told from noise."""
+        target = below(1) if self.told_apart else None
+        return Row(name, statistics.median(self.more), "%", spread(self.itself), target=target)
