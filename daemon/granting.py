@@ -31,6 +31,7 @@ from .transfer import Transfer
 log = logging.getLogger("kvcascade.granting")
 
 GRANT_S = 30.0  # how long blocks are held while they are being sent
+GRACE_S = 0.2  # how long blocks are waited for of which nothing is known yet, of a prompt that was handed off
 POLL_S = 0.005  # how often a prefix that is still being stored is looked at
 MOST_HANDOFF_S = 600.0
 TICKET_FORMAT = 1
@@ -106,7 +107,8 @@ class Granting:
     async def leading(self, namespace: bytes, group: int, hashes: bytes, *, wait: float) -> int:
         """How many leading blocks of this piece of a chain are here now.
 
-        `wait`: seconds to wait, at most, for those that are still being stored here: only as long as the next one is.
+        `wait`: seconds to wait, at most, for those that are still being stored here, but only as long as the next one
+        is, or may be: a prompt's engine may ask for its slots later than the one that it was handed to asks for them.
         """
         space = self._space(namespace, group)
         if space is None or len(hashes) % space.width:
@@ -114,14 +116,15 @@ class Granting:
         residency = self._cache.residency
         index = residency.index
         keys = residency.keys(space, hashes)
-        deadline = self._clock() + wait
+        now = self._clock()
+        deadline, grace = now + wait, now + min(wait, GRACE_S)
         while True:
             rows = index.find(space.number, keys)
             ready = residency.is_ready(rows)
             count = len(rows) if ready.all() else int(ready.argmin())
-            left = deadline - self._clock()
-            coming = count < len(rows) and rows[count] != NO_ROW and index.state[rows[count]] == RowState.PENDING
-            if left <= 0 or not coming:
+            pending = count < len(rows) and rows[count] != NO_ROW and index.state[rows[count]] == RowState.PENDING
+            left = (deadline if pending else grace) - self._clock()
+            if count == len(rows) or left <= 0:
                 index.touch_up(rows[:count])
                 return count
             await asyncio.sleep(min(POLL_S, left))

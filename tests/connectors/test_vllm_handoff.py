@@ -17,7 +17,6 @@ from kvcascade.connectors.handoff import HANDOFF, REFUSED
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
-PATIENT = {"save_wait_s": 5}  # a step here is over before a busy daemon has answered
 
 
 def prompt(name: int, tokens: int) -> list[int]:
@@ -30,7 +29,7 @@ class Lab:
     def __init__(self, process: Vllm, model: Path, daemon: Any, **options: Any) -> None:
         self._process = process
         process.call("close")
-        process.call("lab", str(model), str(daemon.socket), **{"extra": PATIENT, **options})
+        process.call("lab", str(model), str(daemon.socket), **options)
 
     def __getattr__(self, step: str) -> Any:
         return lambda *arguments, **named: self._process.do(step, *arguments, **named)
@@ -119,7 +118,7 @@ def test_what_one_engine_prefills_another_decodes(start_prefill, start_decode, s
 
 def test_a_prompt_that_is_still_being_stored_is_waited_for(start_prefill, start_decode, start_node):
     a, b = start_node("a"), start_node("b")
-    first, second = start_prefill(a, extra={**PATIENT, "stage": True}), start_decode(b)
+    first, second = start_prefill(a, extra={"stage": True}), start_decode(b)
     first.hold("copy")
     given = first.prefill("one", prompt(1, 100))
     second.add("one", prompt(1, 100), 4, parameters=given)
@@ -135,7 +134,7 @@ def test_a_prompt_that_is_still_being_stored_is_waited_for(start_prefill, start_
 
 def test_two_engines_of_one_node_hand_off_too(start_prefill, start_decode, start_node):
     a = start_node("a")
-    first, second = start_prefill(a, extra={**PATIENT, "stage": True}), start_decode(a)
+    first, second = start_prefill(a, extra={"stage": True}), start_decode(a)
     first.hold("copy")
     given = first.prefill("one", prompt(1, 100))
     second.add("one", prompt(1, 100), 4, parameters=given)
@@ -151,7 +150,7 @@ def test_two_engines_of_one_node_hand_off_too(start_prefill, start_decode, start
 def test_a_source_that_dies_costs_the_prefill_and_no_more(start_prefill, start_decode, start_node, when):
     # Fault E1: of another node.
     a, b = start_node("a"), start_node("b", peers_deadline="2s", cluster_deadline="2s")
-    first, second = start_prefill(a, extra={**PATIENT, "stage": True}), start_decode(b)
+    first, second = start_prefill(a, extra={"stage": True}), start_decode(b)
     first.hold("copy")
     given = first.prefill("one", prompt(1, 100))
     if when == "before it is asked":
@@ -177,7 +176,7 @@ def test_a_hand_off_that_nobody_fetches_ends_and_then_costs_a_prefill(
     start_prefill, start_decode, start_node, start_engine
 ):
     a, b = start_node("a", dram="4MiB", dram_slab="1MiB", disk=""), start_node("b")
-    first = start_prefill(a, extra={**PATIENT, "handoff_keep_s": 1})
+    first = start_prefill(a, extra={"handoff_keep_s": 1})
     given = first.prefill("one", prompt(1, 100))
     engine = start_engine(a)
 
@@ -251,8 +250,8 @@ def test_the_daemon_learns_how_fast_prompts_are_computed(start_prefill, start_no
         return list(a.status()["cluster"]["remote"]["prefill"])
 
     first.serve("short", prompt(1, 200))
-    first.add("long one", prompt(2, 256), 4)
-    first.add("long two", prompt(3, 256), 4)
+    first.add("long one", prompt(2, 250), 4)
+    first.add("long two", prompt(3, 250), 4)
     first.run("long one", "long two")
     assert told() == []
     first.serve("long", prompt(4, 400))

@@ -67,7 +67,7 @@ def test_prefill_on_one_rank_and_decode_on_two_and_the_other_way(
                 "kv_connector": "CascadeConnector",
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"socket": str(node.socket), "save_wait_s": 2},
+                "kv_connector_extra_config": {"socket": str(node.socket)},
             }
             command = vllm_command(
                 vllm_python, tiny_model, "--skip-tokenizer-init", "--prefix-caching-hash-algo", "sha256_cbor",
