@@ -559,13 +559,15 @@ class PrefixCache:
         if lookup is not None and lookup.lease:
             self._ask(lambda session: session.release(lookup.lease, timeout=self._timeout), prompt.epoch)
 
-    def computed(self, tokens: int, seconds: float) -> None:
-        """Say how long the model took to compute `tokens` of a prompt.
+    def computed(self, tokens: int, seconds: float, *, position: int = 0) -> None:
+        """Say how long the model took to compute `tokens` of a prompt, of which the first is at `position`.
 
         What lies on other nodes is fetched where it arrives sooner than it could be computed; the daemon learns the
         speed from this. Never raises for the daemon.
         """
-        self._ask(lambda session: session.computed(tokens, seconds, timeout=self._timeout), self._epoch)
+        self._ask(
+            lambda session: session.computed(tokens, seconds, position=position, timeout=self._timeout), self._epoch
+        )
 
     def hand_off(self, prompt: Prompt, *, keep: float = 60.0) -> bytes:
         """A ticket by which an engine of another node finds the prompt's blocks, also those that are being stored now.

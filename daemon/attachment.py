@@ -9,6 +9,7 @@ its timeout. Operations raise (DaemonUnavailable, Refused, ...); a connector mak
 """
 
 import fcntl
+import math
 import mmap
 import os
 import threading
@@ -614,13 +615,17 @@ class Session:
         """
         self._call(OP_FAILED, {"lease": lease, "blocks": pack_u32(blocks)}, timeout)
 
-    def computed(self, tokens: int, seconds: float, *, timeout: float | None = None) -> None:
+    def computed(self, tokens: int, seconds: float, *, position: int = 0, timeout: float | None = None) -> None:
         """Say how long the engine took to compute ``tokens`` of a prompt: what is fetched must arrive sooner than that.
 
-        As ``release``, never raises for a daemon that is away.
+        ``position``: of the first of them in the prompt; later tokens take longer. As ``release``, never raises for a
+        daemon that is away. Raises ProtocolError for what no engine can have done.
         """
-        if tokens > 0:
-            self._tell(OP_COMPUTED, {"tokens": tokens, "micros": max(1, int(seconds * 1e6))}, timeout)
+        if not math.isfinite(seconds):
+            raise ProtocolError(f"field 'seconds': {seconds} is no time")
+        if tokens:
+            body = {"tokens": tokens, "micros": int(seconds * 1e6), "position": position}
+            self._tell(OP_COMPUTED, body, timeout)
 
     def hand_off(
         self, hashes: bytes | Sequence[bytes], *, group: int = 0, keep_ms: int = 60_000, timeout: float | None = None

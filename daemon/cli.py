@@ -487,7 +487,11 @@ def _present(
         if explain and hashes:
             told = daemon.call(OP_EXPLAIN, body, timeout=EXPLAIN_TIMEOUT)
             here: dict[str, Any] = next((one for one in told["namespaces"] if one["namespace"] == fingerprint), {})
-            answer["elsewhere"] = {"sources": here.get("sources", []), "why": _why(told["cluster"], here)}
+            answer["elsewhere"] = {
+                "sources": here.get("sources", []),
+                "prefill": here.get("prefill", {}),
+                "why": _why(told["cluster"], here),
+            }
         answers.append(answer)
     present = min(one["parts"][-1]["end"] if one["parts"] else 0 for one in answers)
     return {

@@ -197,19 +197,9 @@ class Cluster:
         return status
 
     def _links(self) -> list[dict[str, Any]]:
-        named = [("redis", self._redis_link)] if self._redis_link is not None else []
+        named = [] if self._redis_link is None else [("redis", self._redis_link)]
         named += [(f"node {boot.hex()[:8]}", link) for boot, link in self._peer_source.links.items()]
-        return [
-            {
-                "name": name,
-                "latency_ms": link.latency * 1e3,
-                "bandwidth": link.bandwidth,
-                "queued": link.queued,
-                "observed": link.observed,
-            }
-            for name, link in named
-            if link is not None
-        ]
+        return [{"name": name, **link.shown()} for name, link in named]
 
     def problems(self) -> list[str]:
         problems = []

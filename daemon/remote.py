@@ -2,24 +2,28 @@
 
 A lookup that finds part of a chain here opens a *question* for the rest: one round trip to Redis (which of the blocks
 it has; which nodes may have them), one to the nodes that are named. From the answers and measured speeds the cost model
-decides what arrives sooner than the engine would recompute it. That part is fetched as any engine would store it: slots
-are reserved, so that every later lookup counts on the blocks and nobody fetches or stores them a second time; data
-threads receive straight into the slots and prove what they received; the leading run that is good is committed, the
-rest is given up.
+decides what arrives sooner than the engine would recompute it, and from where: each source brings one range of it, all
+at the same time. That part is fetched as any engine would store it: slots are reserved, so that every later lookup
+counts on the blocks and nobody fetches or stores them a second time; data threads receive straight into the slots and
+prove what they received; the leading run that is good is committed, the rest is given up.
 
 The rules:
 
 - An error is no answer: it is remembered for a moment, so that a request is not kept asking, and never as an absence.
-- A prefix ends at the first block that cannot be had. Positions never shift.
+- A prefix ends at the first block that cannot be had, of whichever range. Positions never shift.
+- A fetch that falls behind computing is given up: it keeps nobody waiting for long.
+- A value that has proved false is taken away where it lies; trouble on the way is no such proof.
 - Only blocks with cryptographic hashes are asked for or given: others are no proof of which tokens they stand for.
 - A node fetches for its own engines, never for another node.
 """
 
 import asyncio
+import contextlib
 import logging
+import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, Self
 
@@ -28,10 +32,10 @@ import numpy as np
 from kvcascade.config.errors import CascadeError
 from kvcascade.config.settings import ClusterSettings
 from kvcascade.tiers.block import CRYPTOGRAPHIC, itemsize
-from kvcascade.tiers.remote import BlockName, Fetch, disproves
+from kvcascade.tiers.remote import BlockName, Fetch, contradicts, disproves
 
 from .cache import Cache
-from .cost import Decision, Link, Offer, Prefill, decide
+from .cost import Decision, Link, Offer, Prefill, Range, decide, patience
 from .lease import Attachment, Writer
 from .plans import Space
 from .protocol import BlockState, Tier
@@ -40,7 +44,11 @@ from .transfer import Transfer
 log = logging.getLogger("kvcascade.remote")
 
 BATCH_BYTES = 8 << 20  # so that the first blocks of a long prefix are ready before the last have come
-BATCHES = 4  # of one prefix under way at once: the next one waits at the source when one has come
+BATCH_S = 0.1  # of a link's time: what is cut off in the middle of a batch came for nothing
+NEW_LINK = 4  # times smaller are the batches over a link whose speed is not known
+BATCHES = 4  # of one range under way at once: the next one waits at the source when one has come
+GIVEN_UP = "computing is quicker by now"
+FORGETTING = 16  # calls at once that take false values away
 ABSENT_S = 1.0  # how long an answer holds that there is nothing, or nothing that pays
 ERROR_S = 0.2  # and that no answer came
 QUESTIONS = 4096  # remembered at most
@@ -66,6 +74,8 @@ class Found:
     blocks: int
     link: Link
     fetch: Callable[[Sequence[Fetch], float], Awaitable[list[str | None]]]
+    # Takes values away that have proved false; None where nothing is stored but only served.
+    forget: Callable[[Sequence[BlockName]], Awaitable[None]] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -85,16 +95,31 @@ class Question:
 
 
 @dataclass(eq=False, slots=True)
-class _Fetching:
-    """One prefix on its way: its reservation and the places of its blocks."""
+class _Prefix:
+    """The blocks [first, end) of one chain on their way; `end` moves up to where it breaks off."""
 
+    space: Space
+    hashes: bytes
+    first: int
+    end: int
+    begun: float
+    deadline: float
+    patience: Callable[[int], float]  # seconds until the blocks above this one must have come
+    batches: list[tuple[int, "asyncio.Task[list[str | None]]"]] = field(default_factory=list)  # by their first block
+    cut: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Fetching:
+    """One range of a prefix: its reservation and the places of its blocks."""
+
+    prefix: _Prefix
     attachment: Attachment
     writer: Writer
     lease: int
     jobs: list[Fetch]
     blocks: list[int]  # indices in the chain
     found: Found
-    failed: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -127,6 +152,7 @@ class Remote:
         self._ours: dict[bytes, _Ours] = {}
         self._prefills: dict[tuple[str, bytes], Prefill] = {}
         self._fetches: set[asyncio.Task[list[str | None]]] = set()
+        self._forgetting: set[asyncio.Task[None]] = set()
         self._paused = False
         self.counters: Counter[str] = Counter()
 
@@ -149,6 +175,10 @@ class Remote:
         if self._fetches:
             await asyncio.wait(self._fetches)
         await asyncio.sleep(0)  # for what they report
+        for forgetting in self._forgetting:
+            forgetting.cancel()
+        if self._forgetting:
+            await asyncio.wait(self._forgetting)
 
     def resume(self) -> None:
         """Ends a pause."""
@@ -206,9 +236,8 @@ class Remote:
                 decision, founds = await self._weigh(space, hashes, first, prefill, ticket, self._settings.fetch)
             question.decision = decision
             keep = ABSENT_S
-            for found, count in zip(founds, decision.counts, strict=True):
-                if count:
-                    self._begin(space, hashes[: (first + count) * space.width], first, found)
+            if decision.ranges:
+                self._begin(space, hashes, first, decision, founds, prefill)
         except TimeoutError:
             question.error = "no answer in time"
         except CascadeError as error:
@@ -250,6 +279,7 @@ class Remote:
             [Offer(found.name, found.blocks, found.link) for found in founds],
             block_bytes=space.block_bytes,
             block_tokens=space.shape.block_tokens,
+            position=first * space.shape.block_tokens,
             prefill=prefill,
             policy=policy,
             deadline=self._settings.deadline,
@@ -268,21 +298,20 @@ class Remote:
                 decision, founds = await self._weigh(space, hashes, first, prefill, b"", self._settings.fetch)
         except (TimeoutError, CascadeError) as error:
             return {"first": first, "error": str(error) or "no answer in time", "sources": []}
-        return {
-            "first": first,
-            "why": decision.why,
-            "sources": [
-                {"name": found.name, "blocks": found.blocks, "fetch": count}
-                for found, count in zip(founds, decision.counts, strict=True)
-            ],
-        }
+        ranges = {one.offer: one for one in decision.ranges}
+        sources = []
+        for number, found in enumerate(founds):
+            part = ranges.get(number, Range(number, 0, 0))
+            one = {"name": found.name, "blocks": found.blocks, "fetch": part.end - part.start, "from": part.start}
+            sources.append(one | found.link.shown())
+        return {"first": first, "why": decision.why, "sources": sources, "prefill": prefill.shown()}
 
     def status(self) -> dict[str, Any]:
         return {
             "asking": sum(question.asking for question in self._questions.values()),
             "fetching": len(self._fetches),
             "prefill": [
-                {"engine": engine, "namespace": fingerprint.hex(), "tokens_s": one.rate}
+                {"engine": engine, "namespace": fingerprint.hex(), **one.shown()}
                 for (engine, fingerprint), one in self._prefills.items()
                 if one.observed
             ],
@@ -291,35 +320,54 @@ class Remote:
 
     # ---- fetches
 
-    def _begin(self, space: Space, hashes: bytes, first: int, found: Found) -> None:
+    def _begin(
+        self, space: Space, hashes: bytes, first: int, decision: Decision, founds: Sequence[Found], prefill: Prefill
+    ) -> None:
         """Reserves the blocks of a chain from `first` on, as far as there is room, and begins to receive them."""
+        width, now = space.shape.block_tokens, self._clock()
+
+        def patient(block: int) -> float:
+            if self._settings.fetch == "always":
+                return math.inf
+            return patience(prefill, first * width, (block - first) * width, decision.blocks * width)
+
+        end = first + decision.blocks
+        prefix = _Prefix(space, hashes, first, end, now, now + self._settings.deadline, patient)
+        for part in decision.ranges:
+            if not self._begin_range(prefix, first + part.start, first + part.end, founds[part.offer]):
+                break
+
+    def _begin_range(self, prefix: _Prefix, start: int, end: int, found: Found) -> bool:
+        """Whether all of it could be reserved, or is here or on its way already: what follows has its parents."""
+        space = prefix.space
         ours = self._attach(space)
         cache, residency = self._cache, self._cache.residency
-        reserved = cache.reserve(ours.attachment, space.group, hashes, first, source=found.tier)
+        chain = prefix.hashes[: end * space.width]
+        reserved = cache.reserve(ours.attachment, space.group, chain, start, source=found.tier)
+        whole = not (reserved.states == BlockState.NO_ROOM).any()
         slots = np.flatnonzero(reserved.states == BlockState.SLOT)
         if not len(slots):
-            return
+            return whole
         reservation = ours.attachment.reservations[reserved.lease]
-        reservation.deadline = self._clock() + self._settings.deadline + 1.0
+        reservation.deadline = prefix.deadline + 1.0
         element = itemsize(space.namespace.kv_dtype)
-        blocks = (slots + first).tolist()
+        blocks = (slots + start).tolist()
         jobs = []
         for block, page in zip(blocks, reserved.slots.pages.tolist(), strict=True):
-            name = BlockName(space.fingerprint, space.group, hashes[block * space.width : (block + 1) * space.width])
+            name = BlockName(space.fingerprint, space.group, chain[block * space.width : (block + 1) * space.width])
             jobs.append(Fetch(name, residency.dram.view(page, space.block_bytes).data, element))
-        found.link.queued += len(jobs) * space.block_bytes
-        fetching = _Fetching(ours.attachment, ours.writer, reserved.lease, jobs, blocks, found)
-        size = max(1, BATCH_BYTES // space.block_bytes)
+        fetching = _Fetching(prefix, ours.attachment, ours.writer, reserved.lease, jobs, blocks, found)
         room = asyncio.Semaphore(BATCHES)
-        deadline = self._clock() + self._settings.deadline
-        for start in range(0, len(jobs), size):
-            at = slice(start, start + size)
-            task = asyncio.create_task(self._receive(fetching, at, room, deadline), name="fetch")
+        for at in _batches(found.link, space.block_bytes, len(jobs)):
+            task = asyncio.create_task(self._receive(fetching, at, room), name="fetch")
             self._fetches.add(task)
+            prefix.batches.append((blocks[at.start], task))
             task.add_done_callback(self._fetches.discard)
             # Not by the task itself: one that is cancelled before it begins would report nothing.
             task.add_done_callback(partial(self._received, fetching, at))
             self._transfer.follow(reservation.rows[at], task)
+        found.link.queued += len(jobs) * space.block_bytes
+        return whole
 
     def _attach(self, space: Space) -> _Ours:
         ours = self._ours.get(space.fingerprint)
@@ -329,16 +377,24 @@ class Remote:
             ours = self._ours[space.fingerprint] = _Ours(attachment, self._cache.join(attachment, 0))
         return ours
 
-    async def _receive(
-        self, fetching: _Fetching, at: slice, room: asyncio.Semaphore, deadline: float
-    ) -> list[str | None]:
+    async def _receive(self, fetching: _Fetching, at: slice, room: asyncio.Semaphore) -> list[str | None]:
         """Receives one batch. Its memory is written by nobody any more when this ends, however it ends."""
-        jobs = fetching.jobs[at]
+        jobs, prefix, link = fetching.jobs[at], fetching.prefix, fetching.found.link
+        block = fetching.blocks[at.start]
         async with room:
-            left = deadline - self._clock()
-            if fetching.failed or left <= 0:
+            began = self._clock()
+            if prefix.end <= block or began >= prefix.deadline:
                 return ["not begun"] * len(jobs)
-            return await fetching.found.fetch(jobs, left)
+            limit = prefix.begun + prefix.patience(block) - began
+            reasons: list[str | None] = [GIVEN_UP] * len(jobs)
+            with contextlib.suppress(TimeoutError):
+                # Not the fetch's own time: that would tell of a source that does not answer.
+                async with asyncio.timeout(None if math.isinf(limit) else limit):
+                    reasons = await fetching.found.fetch(jobs, prefix.deadline - began)
+            spent = self._clock() - began
+            if reasons[0] == GIVEN_UP or (None not in reasons and began + spent >= prefix.deadline):
+                link.late(BATCHES * sum(len(job.into) for job in jobs), spent)
+            return reasons
 
     def _received(self, fetching: _Fetching, at: slice, task: "asyncio.Task[list[str | None]]") -> None:
         """Commits the leading blocks of a batch that are good, and gives up the rest of the prefix."""
@@ -357,11 +413,58 @@ class Remote:
         if good:
             cache.commit(attachment, fetching.writer, lease, blocks[:good])
         if good < len(blocks):
-            first_failure, fetching.failed = not fetching.failed, True
-            if first_failure:
-                log.warning("prefix cut source=%s reason=%s", fetching.found.name, reasons[good])
-                self.counters["prefixes_cut"] += 1
-            self.counters["fetched_untrue_blocks"] += sum(map(disproves, filter(None, reasons)))
+            self._cut(fetching, int(blocks[good]), reasons[good] or "")
+            self._disproved(fetching, at, reasons)
             # The scheduler's voice first: all behind is given up. Then the writer's: these slots are written no more.
             cache.abort(attachment, None, lease, blocks[good:])
             cache.abort(attachment, fetching.writer, lease, blocks[good:])
+
+    def _cut(self, fetching: _Fetching, block: int, reason: str) -> None:
+        """A prefix ends before `block`: what is on its way behind it is of no use any more."""
+        prefix = fetching.prefix
+        prefix.end = min(prefix.end, block)
+        if not prefix.cut:
+            prefix.cut = True
+            log.warning("prefix cut source=%s reason=%s", fetching.found.name, reason)
+            self.counters["prefixes_cut"] += 1
+            self.counters["prefixes_given_up"] += reason == GIVEN_UP
+        for start, task in prefix.batches:
+            if start >= prefix.end:
+                task.cancel()
+
+    def _disproved(self, fetching: _Fetching, at: slice, reasons: Iterable[str | None]) -> None:
+        """Counts what proved untrue, and begins to take away what nobody could use."""
+        told = list(zip(fetching.jobs[at], reasons, strict=True))
+        self.counters["fetched_untrue_blocks"] += sum(reason is not None and disproves(reason) for _, reason in told)
+        false = [job.name for job, reason in told if reason is not None and contradicts(reason)]
+        forget = fetching.found.forget
+        if forget is None or not false or self._paused or len(self._forgetting) >= FORGETTING:
+            return
+        task = asyncio.create_task(self._forget(forget, false), name="forget")
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
+
+    async def _forget(
+        self, forget: Callable[[Sequence[BlockName]], Awaitable[None]], names: Sequence[BlockName]
+    ) -> None:
+        try:
+            await forget(names)
+            self.counters["forgotten_blocks"] += len(names)
+        except CascadeError as error:
+            log.warning("false values are left where they are reason=%s", error)
+        except Exception:
+            log.exception("false values were not taken away")
+
+
+def _batches(link: Link, block_bytes: int, count: int) -> Iterator[slice]:
+    """Cuts `count` blocks: into what a link brings in a moment; at first into few, where its speed is not known."""
+    limit = max(1, BATCH_BYTES // block_bytes)
+    if link.observed:
+        size = limit = max(1, min(limit, int(link.now().bandwidth * BATCH_S) // block_bytes))
+    else:
+        size, limit = 1, max(1, limit // NEW_LINK)
+    start = 0
+    while start < count:
+        end = min(count, start + size)
+        yield slice(start, end)
+        start, size = end, min(2 * size, limit)

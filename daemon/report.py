@@ -88,7 +88,12 @@ def _group(console: Console, group: Answer, total: int, named: bool) -> None:
     _table(console, "", ["", "tokens", ">blocks", "where"], rows)
     if elsewhere := group.get("elsewhere"):
         for source in elsewhere["sources"]:
-            _line(console, f"{source['name']} has {source['blocks']} blocks more, {source['fetch']} would be fetched")
+            part = f", from the {source['from'] + 1}. on" if source["fetch"] and source["from"] else ""
+            link = f"{source['latency_ms']:.1f} ms, {format_bytes(int(source['bandwidth']))}/s"
+            told = f"{source['name']} ({link}) has {source['blocks']} blocks more"
+            _line(console, f"{told}, {source['fetch']} would be fetched{part}")
+        if prefill := elsewhere["prefill"]:
+            _line(console, f"the engine computes {_speeds(prefill)}")
         _line(console, f"why: {elsewhere['why']}")
 
 
@@ -258,7 +263,15 @@ def _cluster(console: Console, cluster: Answer) -> None:
     for link in cluster["links"]:
         _line(console, f"link {link['name']}: {link['latency_ms']:.1f} ms, {format_bytes(int(link['bandwidth']))}/s")
     for one in cluster["remote"]["prefill"]:
-        _line(console, f"prefill of {one['engine']}: {one['tokens_s']:.0f} tokens/s")
+        _line(console, f"prefill of {one['engine']}: {_speeds(one)}")
+
+
+def _speeds(prefill: Answer) -> str:
+    """How fast an engine computes, at the depths of a prompt where that differs."""
+    told = {depth: f"{speed:,.0f}" for depth, speed in prefill["tokens_s"].items()}
+    first = told.pop("0")
+    behind = [f"{speed} after {int(depth):,}" for depth, speed in told.items() if speed != first]
+    return f"{first} tokens/s" + (f", {', '.join(behind)}" if behind else "")
 
 
 def _engine(engine: object) -> str:

@@ -26,6 +26,7 @@ from kvcascade.tiers.namespace import Namespace
 
 from . import protocol
 from .cache import Match, Reserved
+from .cost import FASTEST, SLOWEST
 from .granting import MAX_TICKET
 from .lease import Attachment, Writer
 from .plans import Slots
@@ -450,8 +451,11 @@ class Session(asyncio.Protocol):
         cluster, attachment = self._daemon.cluster, self._attached()
         tokens = take(body, "tokens", int, lo=1, hi=1 << 32)
         micros = take(body, "micros", int, lo=1, hi=1 << 40)
+        position = take(body, "position", int, default=0, lo=0, hi=1 << 32)
+        if not FASTEST <= micros / 1e6 / tokens <= SLOWEST:
+            raise ProtocolError(f"field 'micros': no engine computes {tokens} tokens in {micros} us")
         if cluster is not None:
-            cluster.remote.prefill(attachment).observe(tokens, micros / 1e6)
+            cluster.remote.prefill(attachment).observe(tokens, micros / 1e6, position)
         return {}
 
     def _hand_off(self, body: dict[str, Any]) -> dict[str, Any]:

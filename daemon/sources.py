@@ -40,7 +40,7 @@ class RedisSource:
             for start in range(0, len(hashes), width)
         ]
         count = await self._redis.present(names, timeout)
-        return [Found("redis", self.tier, count, self.link, self._fetch)] if count else []
+        return [Found("redis", self.tier, count, self.link, self._fetch, self._redis.forget)] if count else []
 
     async def _fetch(self, jobs: Sequence[Fetch], timeout: float) -> list[str | None]:
         return await self._redis.fetch(jobs, timeout, observe=self.link.observe)

@@ -74,7 +74,7 @@ def main() -> None:
             computed = inputs["input_ids"].shape[1] - loaded.report.loaded_tokens
             if computed >= 64:  # a few tokens say little of the speed
                 spent = loaded.report.lookup_seconds + loaded.report.load_seconds
-                prefixes.computed(computed, first.at - began - spent)
+                prefixes.computed(computed, first.at - began - spent, position=loaded.report.loaded_tokens)
             report = {
                 "tokens": dict(loaded.report.tokens),
                 "stored": stored.stored,

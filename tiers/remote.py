@@ -38,6 +38,11 @@ def disproves(reason: str) -> bool:
     return reason in UNTRUE
 
 
+def contradicts(reason: str) -> bool:
+    """Whether such bytes are of use to nobody: a value of another format version is to nodes of that version."""
+    return reason in UNTRUE and reason != "another format version"
+
+
 @dataclass(frozen=True, slots=True)
 class BlockName:
     """A block as every node names it: its namespace's fingerprint (32 B), its KV group, its hash (16 or 32 B)."""

@@ -313,8 +313,8 @@ class Side:
     def hand_off(self, tokens: list[int], keep_ms: int = 60_000) -> bytes:
         return self._session.hand_off(self._hashes(tokens), keep_ms=keep_ms)
 
-    def computed(self, tokens: int, seconds: float) -> None:
-        self._session.computed(tokens, seconds)
+    def computed(self, tokens: int, seconds: float, position: int = 0) -> None:
+        self._session.computed(tokens, seconds, position=position)
 
     def hashes(self, tokens: list[int]) -> list[bytes]:
         return self._hashes(tokens)
