@@ -22,98 +22,46 @@ secret; with it neither keys nor headers tell. Payloads are not encrypted: who r
 
 import asyncio
 import logging
-import math
 import secrets
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, islice
-from threading import Lock, local
 from typing import Any, Final, TypeVar
 
 from kvcascade.config.errors import CascadeError, TierUnavailable
 from kvcascade.config.settings import RedisSettings
 
-from . import value
-from .codec import Codec, CodecError, decode, encode
+from .codec import Codec
+from .redis_nodes import Course, Nodes
 from .redis_wire import Node, RedisSaysNo, Topology, Wire, command, topology
 from .remote import BlockName, Fetch, Secret, Send
-from .wire import LATE, SILENT
-from .workers import Workers, outlast
+from .wire import LATE
+from .workers import Workers
 
 log = logging.getLogger("kvcascade.redis")
 
 T = TypeVar("T")
 J = TypeVar("J")
-Work = Callable[[Sequence[J], Sequence[int], list[str | None], "_Course"], None]
+Work = Callable[[Sequence[J], Sequence[int], list[str | None], Course], None]
 Observe = Callable[[int, float, float], None]
 
 PROBE_S: Final = 2.0  # how often Redis is asked how it is
 PAUSE_FIRST_S: Final = 0.5  # before a probe after a failure, doubling
 PAUSE_LAST_S: Final = 30.0
-# On one connection so many blocks are asked for at once, and so many bytes: Redis answers from memory that it takes for
-# this, and with 32 blocks of 2 MiB spends more on that than on sending (1.3 GB/s; 4.0 with two).
-PIPELINE: Final = 64
-PIPELINE_BYTES: Final = 4 << 20
-SMALL_PIPELINE: Final = 1024
 GRACE_S: Final = 0.1  # beyond its deadline, for a thread to say so itself
 ENDS_S: Final = 1.0  # beyond its deadlines, for the threads to end
 DAY_S: Final = 86400.0
 REFUSED_S: Final = 1.0  # for how long no block is sent after Redis refused one for a reason that lasts
-MOST_SKIPPED: Final = 4 << 20  # bytes of a value that is none of ours; rather than more a connection is given up
 MOST_MEMBERS: Final = 2048
 MARK_S: Final = 3600.0  # how long a mark outlives the last daemon
 MARK_BYTES: Final = 16
 MARKS: Final = 1024  # names that are tried to find one for each node of a cluster
-ABSENT: Final = "not there"
 _SECTIONS: Final = (b"server", b"memory", b"replication", b"stats")
 LASTING: Final = frozenset({"OOM", "MISCONF", "NOPERM", "NOREPLICAS"})
 NOT_READY: Final = frozenset({"LOADING", "NOAUTH", "MASTERDOWN"})
-REDIRECTIONS: Final = 3
-
-
-class _Course:
-    """What a call has met with in its threads, and which connections may be touching its caller's memory."""
-
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
-        self.answers = 0
-        self.firsts: list[float] = []
-        self.connecting: Node | None = None
-        self.trouble: dict[Node, str] = {}
-        self._lock = Lock()
-        self.over = False
-        self._wires: set[Wire] = set()
-        self._let_go: Callable[[], object] = lambda: None
-
-    def begin(self, wire: Wire) -> None:
-        """From here to `end` the memory is touched. TierUnavailable once it must not be any more."""
-        with self._lock:
-            if self.over:
-                raise TierUnavailable(f"redis: {LATE}")
-            self._wires.add(wire)
-
-    def end(self, wire: Wire) -> None:
-        with self._lock:
-            self._wires.discard(wire)
-            if self.over and not self._wires:
-                self._let_go()
-
-    async def stop(self) -> None:
-        """Cuts what is under way, and waits until nobody touches the memory."""
-        loop = asyncio.get_running_loop()
-        gone: asyncio.Future[None] = loop.create_future()
-        with self._lock:
-            self.over = True
-            if not self._wires:
-                return
-            self._let_go = lambda: loop.call_soon_threadsafe(gone.set_result, None)
-            for wire in self._wires:
-                wire.cut()
-        await outlast([gone])
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,21 +87,17 @@ class RedisTier:
     ) -> None:
         """`codec`: how the next payloads are packed. ConfigError for settings that can never work."""
         self._settings = settings
-        self._secret = secret
         self._codec = codec
         self._clock = clock
         self._topology: Topology = topology(settings)
-        self._wires_lock = Lock()
-        self._closed = False
+        self._nodes = Nodes(settings, secret, self._topology, clock)
         self._prefix = settings.key_prefix.encode()
-        self._wires = local()
-        self._all_wires: set[Wire] = set()  # changed under _wires_lock
         # The loop's thread alone changes what follows.
+        self._closed = False
         self._data: Workers | None = None
         self._small: Workers | None = None
         self._probes: Workers | None = None
         self._probe: asyncio.Task[None] | None = None
-        self._away: dict[Node, str] = {}  # nodes of a cluster that are left alone, and why
         self._refused, self._refused_until = "", 0.0
         self._trouble = asyncio.Event()
         self._probed = asyncio.Event()
@@ -191,16 +135,11 @@ class RedisTier:
         for workers in threads:
             workers.withdraw()
             workers.dismiss()
-        with self._wires_lock:
-            for wire in self._all_wires:
-                wire.cut()
+        self._nodes.cut()
         limit = self._settings.connect_timeout + ENDS_S
         if not all(await asyncio.gather(*(workers.stop(limit) for workers in threads))):
             log.error("redis: a thread does not end")
-        with self._wires_lock:
-            for wire in self._all_wires:
-                wire.close()
-            self._all_wires.clear()
+        self._nodes.close()
 
     @property
     def available(self) -> bool:
@@ -243,7 +182,7 @@ class RedisTier:
                 log.warning("redis has lost what it held url=%s", self._topology.redacted)
                 self.counters["data_losses"] += 1
         self._marks |= look.marks
-        self._info, self._latency, self._away = look.info, look.latency, look.away
+        self._info, self._latency, self._nodes.away = look.info, look.latency, look.away
 
     def _failed(self, reason: str, *, probe: bool = False) -> None:
         if self._closed:
@@ -255,7 +194,7 @@ class RedisTier:
         if not probe:
             self._trouble.set()
 
-    def _judge(self, course: _Course) -> None:
+    def _judge(self, course: Course) -> None:
         """What a call's trouble says of Redis. A large batch that was not done in time does not say that it is away.
 
         That nothing moved for redis.deadline does, whatever came before.
@@ -266,14 +205,14 @@ class RedisTier:
             if not self._topology.is_cluster:
                 self._failed(reason)
                 return
-            if node not in self._away:
+            if node not in self._nodes.away:
                 log.warning("a redis node is left alone for a while node=%s:%d reason=%s", *node, reason)
                 self.counters["failures"] += 1
-            self._away[node] = reason
+            self._nodes.away[node] = reason
             self._topology.doubt()
             self._trouble.set()
-        if self._away and all(node in self._away for node in self._topology.nodes):
-            self._failed(next(iter(self._away.values())))
+        if self._nodes.away and all(node in self._nodes.away for node in self._topology.nodes):
+            self._failed(next(iter(self._nodes.away.values())))
 
     def _look(self) -> _Look:
         """How all nodes are. TierUnavailable when all are away."""
@@ -288,7 +227,7 @@ class RedisTier:
         latency = 0.0
         for node in self._topology.nodes:
             try:
-                wire = self._wire(node, self._clock() + self._settings.deadline, probe=True)
+                wire = self._nodes.wire(node, self._clock() + self._settings.deadline, probe=True)
                 began = self._clock()
                 info = self._info_of(wire)
                 latency = max(latency, self._clock() - began)
@@ -359,18 +298,11 @@ class RedisTier:
 
     def key_of(self, name: BlockName) -> bytes:
         """The key of a block's value."""
-        return self._prefix + b":b:" + self._secret.name_of(name)
-
-    def _keys_of(self, names: Iterable[BlockName]) -> list[bytes]:
-        head = self._prefix + b":b:"
-        keys = []
-        for (namespace, group), some in groupby(names, lambda name: (name.namespace, name.group)):
-            keys += self._secret.names_of(namespace, group, (name.block_hash for name in some))
-        return [head + key for key in keys]
+        return self._nodes.keys_of([name])[0]
 
     async def present(self, names: Sequence[BlockName], timeout: float) -> int:
         """How many leading ones of these blocks Redis has. TierUnavailable when that cannot be told."""
-        there = await self._run_small(lambda course: self._exists(names, course), timeout)
+        there = await self._run_small(lambda course: self._nodes.exists(names, course), timeout)
         count = next((number for number, one in enumerate(there) if one != 1), len(there))
         if not count:
             _all_good(there[:1])
@@ -384,7 +316,7 @@ class RedisTier:
         if not self.available:
             return [self._reason] * len(jobs)
         began = self._clock()
-        reasons, course = await self._spread(jobs, timeout, self._get)
+        reasons, course = await self._spread(jobs, timeout, self._nodes.fetch)
         good = sum(len(job.into) for job, reason in zip(jobs, reasons, strict=True) if reason is None)
         self._count("fetched", good, reasons)
         if observe is not None and good and course.firsts:
@@ -403,7 +335,7 @@ class RedisTier:
             return [self._refused] * len(jobs)
         some, spent = self._spend(jobs)
         codec = self._codec()
-        reasons, _ = await self._spread(some, timeout, lambda *rest: self._set(codec, *rest))
+        reasons, _ = await self._spread(some, timeout, lambda *rest: self._nodes.store(codec, *rest))
         good = sum(len(job.payload) for job, reason in zip(some, reasons, strict=True) if reason is None)
         self._written -= spent - good
         self._count("stored", good, reasons)
@@ -415,7 +347,7 @@ class RedisTier:
 
     async def renew(self, names: Sequence[BlockName]) -> list[bool]:
         """Lets blocks live for another TTL; which of them are there. TierUnavailable when one cannot be told."""
-        replies = await self._run_small(lambda course: self._renew(names, course), self._settings.deadline)
+        replies = await self._run_small(lambda course: self._nodes.renew(names, course), self._settings.deadline)
         _all_good(replies)
         return [reply == 1 for reply in replies]
 
@@ -428,7 +360,7 @@ class RedisTier:
     async def read(self, keys: Sequence[bytes], timeout: float) -> list[bytes | None]:
         """The values of keys, None where there is none or it is no string. TierUnavailable when one cannot be told."""
         whole = [self._prefix + b":" + key for key in keys]
-        replies = await self._run_small(lambda course: self._read(whole, course), timeout)
+        replies = await self._run_small(lambda course: self._nodes.read(whole, course), timeout)
         _all_good(one for one in replies if not (isinstance(one, RedisSaysNo) and one.code == "WRONGTYPE"))
         return [one if isinstance(one, bytes) else None for one in replies]
 
@@ -439,7 +371,7 @@ class RedisTier:
         for key, data in items:
             whole = self._prefix + b":" + key
             commands.append((whole, command(b"SET", whole, data, b"PX", expires)))
-        _all_good(await self._run_small(lambda course: self._ask(commands, course), timeout))
+        _all_good(await self._run_small(lambda course: self._nodes.ask(commands, course), timeout))
 
     async def enlist(self, key: bytes, member: bytes, keep: float, timeout: float) -> list[bytes]:
         """Adds a member to a roll, from which those go that were not added for `keep` seconds; all its members.
@@ -448,7 +380,7 @@ class RedisTier:
         strike all others off. TierUnavailable.
         """
         whole = self._prefix + b":" + key
-        (told,) = await self._run_small(lambda course: self._ask([(whole, command(b"TIME"))], course), timeout)
+        (told,) = await self._run_small(lambda course: self._nodes.ask([(whole, command(b"TIME"))], course), timeout)
         _all_good([told])
         if not isinstance(told, list) or not told or not isinstance(told[0], bytes) or not told[0].isdigit():
             raise TierUnavailable("redis: not the Redis protocol")
@@ -458,7 +390,7 @@ class RedisTier:
             (whole, command(b"ZREMRANGEBYSCORE", whole, b"-inf", b"%d" % (now - keep))),
             (whole, command(b"ZRANGE", whole, b"-%d" % MOST_MEMBERS, b"-1")),
         ]
-        replies = await self._run_small(lambda course: self._ask(commands, course), timeout)
+        replies = await self._run_small(lambda course: self._nodes.ask(commands, course), timeout)
         _all_good(replies)
         members = replies[-1] if isinstance(replies[-1], list) else []
         return [one for one in members if isinstance(one, bytes)]
@@ -466,7 +398,7 @@ class RedisTier:
     async def drop(self, keys: Sequence[bytes]) -> None:
         """Deletes keys. TierUnavailable."""
         commands = [(key, command(b"DEL", key)) for key in keys]
-        _all_good(await self._run_small(lambda course: self._ask(commands, course), self._settings.deadline))
+        _all_good(await self._run_small(lambda course: self._nodes.ask(commands, course), self._settings.deadline))
 
     # ---- what people see
 
@@ -511,11 +443,11 @@ class RedisTier:
                 word = reason.partition(" ")[0]
                 self.counters[f"not {what}: {word if word.isupper() else reason}"] += 1
 
-    async def _run_small(self, work: Callable[[_Course], T], timeout: float) -> T:
+    async def _run_small(self, work: Callable[[Course], T], timeout: float) -> T:
         assert self._small is not None
         if not self.available:
             raise TierUnavailable(f"redis: {self._reason}")
-        course = _Course(self._clock() + min(timeout, self._settings.deadline))
+        course = Course(self._clock() + min(timeout, self._settings.deadline))
         call = self._small.begin(lambda: work(course))
         call.add_done_callback(_hear)  # a caller that was cancelled does not
         done, _ = await asyncio.wait([call], timeout=course.deadline + GRACE_S - self._clock())
@@ -527,10 +459,10 @@ class RedisTier:
         self._judge(course)
         return call.result()
 
-    async def _spread(self, jobs: Sequence[J], timeout: float, work: Work[J]) -> tuple[list[str | None], _Course]:
+    async def _spread(self, jobs: Sequence[J], timeout: float, work: Work[J]) -> tuple[list[str | None], Course]:
         """Runs jobs in the data threads, each a share of consecutive ones."""
         assert self._data is not None
-        course = _Course(self._clock() + timeout)
+        course = Course(self._clock() + timeout)
         reasons: list[str | None] = [LATE] * len(jobs)
         if not jobs:
             return reasons, course
@@ -555,356 +487,6 @@ class RedisTier:
                 call.result()
         return reasons, course
 
-    # ---- in the threads
-
-    def _wire(self, node: Node, deadline: float, silence: float = math.inf, *, probe: bool = False) -> Wire:
-        """This thread's connection to a node. TierUnavailable."""
-        if not probe and node in self._away:
-            raise TierUnavailable(self._away[node])
-        wires: dict[Node, Wire] = self._wires.__dict__.setdefault("by_node", {})
-        wire = wires.get(node)
-        if wire is not None and (wire.stale or not wire.idle()):
-            wire.close()
-        if wire is None or wire.closed:
-            left = deadline - self._clock()
-            if left <= 0:
-                raise TierUnavailable(f"redis: {LATE}")
-            made = self._topology.connect(node, left)
-            with self._wires_lock:
-                if wire is not None:
-                    self._all_wires.discard(wire)
-                self._all_wires.add(made)
-            wires[node] = wire = made
-        if self._closed:
-            raise TierUnavailable("redis: closed")
-        wire.until(deadline, silence)
-        return wire
-
-    def _places(self, keys: Mapping[int, bytes], numbers: Iterable[int]) -> tuple[dict[Node, list[int]], str]:
-        """Which of the numbered keys each node has; those that nobody has are left out, and why."""
-        places: dict[Node, list[int]] = defaultdict(list)
-        nowhere = ""
-        for number in numbers:
-            try:
-                places[self._topology.node_of(keys[number])].append(number)
-            except TierUnavailable as error:
-                nowhere = str(error)
-                self._topology.doubt()
-        return places, nowhere
-
-    def _ask(self, commands: Sequence[tuple[bytes, bytes]], course: _Course) -> list[Any]:
-        """Small replies to (key, packed command), in order; errors are not raised, but stand in their places.
-
-        All nodes are asked at once, SMALL_PIPELINE commands at a time.
-        """
-        replies: list[Any] = [TierUnavailable(f"redis: {LATE}")] * len(commands)
-        keys = {number: key for number, (key, _) in enumerate(commands)}
-        left: Sequence[int] = range(len(commands))
-        for _ in range(REDIRECTIONS):
-            places, nowhere = self._places(keys, left)
-            if nowhere:
-                for number in set(left).difference(*places.values()):
-                    replies[number] = TierUnavailable(nowhere)
-            self._ask_all(commands, places, replies, course)
-            left = [
-                number
-                for number in left
-                if isinstance(reply := replies[number], RedisSaysNo)
-                and reply.code == "MOVED"
-                and self._moved(keys[number], reply)
-            ]
-            if not left:
-                break
-        for number, reply in enumerate(replies):
-            if isinstance(reply, RedisSaysNo) and reply.code == "ASK":
-                replies[number] = self._ask_other(reply, commands[number][1], course)
-        self._note_refusals(reply.code for reply in replies if isinstance(reply, RedisSaysNo))
-        return replies
-
-    def _ask_all(
-        self,
-        commands: Sequence[tuple[bytes, bytes]],
-        places: dict[Node, list[int]],
-        replies: list[Any],
-        course: _Course,
-    ) -> None:
-        wires: dict[Node, Wire] = {}
-
-        def lost(node: Node, error: TierUnavailable, rest: Iterable[int]) -> None:
-            if node in wires:
-                wires.pop(node).close()
-            for number in rest:
-                replies[number] = error
-            course.trouble[node] = str(error).removeprefix("redis: ")
-
-        for node, numbers in places.items():
-            try:
-                wires[node] = self._wire(node, course.deadline)
-            except TierUnavailable as error:
-                lost(node, error, numbers)
-        try:
-            for start in range(0, max(map(len, places.values()), default=0), SMALL_PIPELINE):
-                some = {node: numbers[start : start + SMALL_PIPELINE] for node, numbers in places.items()}
-                for node, wire in list(wires.items()):
-                    try:
-                        wire.send([b"".join(commands[number][1] for number in some[node])])
-                    except TierUnavailable as error:
-                        lost(node, error, places[node][start:])
-                for node, wire in list(wires.items()):
-                    done = start
-                    try:
-                        for number in some[node]:
-                            try:
-                                replies[number] = wire.reply()
-                            except RedisSaysNo as no:
-                                replies[number] = no
-                            done += 1
-                        course.answers += done - start
-                    except TierUnavailable as error:
-                        lost(node, error, places[node][done:])
-        except BaseException:
-            for wire in wires.values():
-                wire.close()
-            raise
-
-    def _moved(self, key: bytes, error: RedisSaysNo) -> bool:
-        """Learns where a key is now; False where that is no address."""
-        node = _address(error)
-        if node is not None:
-            self._topology.moved(key, node)
-        return node is not None
-
-    def _ask_other(self, error: RedisSaysNo, packed: bytes, course: _Course) -> Any:
-        """Asks the node to which a cluster is just moving the key."""
-        try:
-            wire = self._asking(error, course)
-            try:
-                wire.send([packed])
-                return wire.reply()
-            except RedisSaysNo:
-                raise
-            except BaseException:
-                wire.close()
-                raise
-        except TierUnavailable as again:
-            return again
-
-    def _asking(self, error: RedisSaysNo, course: _Course, silence: float = math.inf) -> Wire:
-        node = _address(error)
-        if node is None:
-            raise TierUnavailable("redis: not the Redis protocol")
-        wire = self._wire(node, course.deadline, silence)
-        try:
-            wire.send([command(b"ASKING")])
-            wire.reply()
-        except RedisSaysNo:
-            raise
-        except BaseException:
-            wire.close()
-            raise
-        return wire
-
-    def _note_refusals(self, codes: Iterable[str]) -> None:
-        """A node that may not write any more is not the master: the next connection asks who is."""
-        if any(code in ("READONLY", "CLUSTERDOWN") for code in codes):
-            self._topology.doubt()
-            if not self._topology.is_cluster:
-                with self._wires_lock:
-                    for wire in self._all_wires:
-                        wire.stale = True
-
-    def _exists(self, names: Sequence[BlockName], course: _Course) -> list[Any]:
-        # All keys are as long as each other: of a command only they differ.
-        keys = self._keys_of(names)
-        head = command(b"EXISTS", keys[0])[: -len(keys[0]) - 2] if keys else b""
-        return self._ask([(key, b"%b%b\r\n" % (head, key)) for key in keys], course)
-
-    def _renew(self, names: Sequence[BlockName], course: _Course) -> list[Any]:
-        ttl = b"%d" % int(self._settings.ttl * 1000)
-        return self._ask([(key, command(b"PEXPIRE", key, ttl)) for key in self._keys_of(names)], course)
-
-    def _read(self, keys: Sequence[bytes], course: _Course) -> list[Any]:
-        if self._topology.is_cluster or not keys:
-            return self._ask([(key, command(b"GET", key)) for key in keys], course)
-        (reply,) = self._ask([(keys[0], command(b"MGET", *keys))], course)
-        if isinstance(reply, TierUnavailable):
-            raise reply
-        if not isinstance(reply, list) or len(reply) != len(keys):
-            raise TierUnavailable("redis: not the Redis protocol")
-        return reply
-
-    def _carry(
-        self,
-        keys: Mapping[int, bytes],
-        numbers: Sequence[int],
-        reasons: list[str | None],
-        course: _Course,
-        send: Callable[[Wire, Sequence[int]], None],
-        hear: Callable[[Wire, int], str | None],
-        window: int,
-    ) -> None:
-        """Payloads: `send` asks for jobs, or sends them; `hear` gives each one's reason. Follows a cluster's moves."""
-        for _ in range(REDIRECTIONS):
-            places, nowhere = self._places(keys, numbers)
-            for number in set(numbers).difference(*places.values()):
-                reasons[number] = nowhere.removeprefix("redis: ")
-            for done, (node, mine) in enumerate(places.items()):
-                # A node that says nothing leaves the others their part of the time.
-                part = (course.deadline - self._clock()) / (len(places) - done)
-                self._carry_one(node, mine, reasons, course, send, hear, window, silence=part)
-            moved = []
-            for number in numbers:
-                code, _, rest = (reasons[number] or "").partition(" ")
-                if code not in ("MOVED", "ASK"):
-                    continue
-                no = RedisSaysNo(f"{code} {rest}")
-                reasons[number] = "it is on its way to another node"
-                if code == "MOVED" and self._moved(keys[number], no):
-                    moved.append(number)
-                elif code == "ASK" and (other := _address(no)) is not None:
-                    self._carry_one(other, [number], reasons, course, send, hear, window, asking=no)
-            if not moved:
-                return
-            numbers = moved
-
-    def _carry_one(
-        self,
-        node: Node,
-        mine: Sequence[int],
-        reasons: list[str | None],
-        course: _Course,
-        send: Callable[[Wire, Sequence[int]], None],
-        hear: Callable[[Wire, int], str | None],
-        window: int,
-        silence: float = math.inf,
-        asking: RedisSaysNo | None = None,
-    ) -> None:
-        silence = min(silence, self._settings.deadline)
-        rest = deque(mine)
-        while rest:
-            wire: Wire | None = None
-            try:
-                course.connecting = node
-                if asking is None:
-                    wire = self._wire(node, course.deadline, silence)
-                else:
-                    wire = self._asking(asking, course, silence)
-                course.begin(wire)
-                unheard = 0  # of those at the head of `rest`, which were sent
-                while rest:
-                    if unheard <= window // 2:
-                        some = list(islice(rest, unheard, window))
-                        send(wire, some)
-                        unheard += len(some)
-                    reasons[rest[0]] = hear(wire, rest[0])
-                    course.answers += 1
-                    unheard -= 1
-                    rest.popleft()
-                    if wire.closed:
-                        break
-            except TierUnavailable as error:
-                text = str(error).removeprefix("redis: ")
-                if course.over or (text == SILENT and silence < self._settings.deadline):
-                    text = LATE
-                course.trouble[node] = text
-                while rest:
-                    reasons[rest.popleft()] = text
-                if wire is not None:
-                    wire.close()
-            except BaseException:
-                if wire is not None:
-                    wire.close()
-                raise
-            finally:
-                if wire is not None:
-                    course.end(wire)
-
-    def _get(self, jobs: Sequence[Fetch], numbers: Sequence[int], reasons: list[str | None], course: _Course) -> None:
-        keys = dict(zip(numbers, self._keys_of(jobs[number].name for number in numbers), strict=True))
-
-        def send(wire: Wire, some: Sequence[int]) -> None:
-            wire.send([b"".join(command(b"GET", keys[number]) for number in some)])
-
-        def hear(wire: Wire, number: int) -> str | None:
-            return self._receive(wire, jobs[number], course.firsts)
-
-        self._carry(keys, numbers, reasons, course, send, hear, _window(len(jobs[numbers[0]].into)))
-
-    def _receive(self, wire: Wire, job: Fetch, firsts: list[float]) -> str | None:
-        """One value from the wire into its slot. The wire is in step then, or closed if the value is too long."""
-        try:
-            size = wire.value()
-        except RedisSaysNo as error:
-            return "no value of ours" if error.code == "WRONGTYPE" else f"{error.code} {error.rest}"
-        firsts.append(self._clock())
-        if size is None:
-            return ABSENT
-        left = size
-        try:
-            if size < value.HEADER_BYTES:
-                raise value.BadValue("no value of ours")
-            head = memoryview(bytearray(value.HEADER_BYTES))
-            wire.read_into(head)
-            left -= len(head)
-            header = value.parse(value.veiled(head, job.name, self._secret), job.name, len(job.into))
-            if left != header.encoded_bytes:
-                raise value.BadValue("another length")
-            encoded = job.into if header.codec == Codec.RAW else memoryview(bytearray(left))
-            if len(encoded) != left:
-                raise value.BadValue("another length")
-            wire.read_into(encoded)
-            left = 0
-            value.prove(header, encoded, self._secret)
-            if header.codec != Codec.RAW:
-                decode(encoded, header.codec, header.element, job.into)
-            value.verify(header, job.into)
-        except (value.BadValue, CodecError) as error:
-            reason: str | None = str(error)
-        else:
-            reason = None
-        if left > MOST_SKIPPED:
-            wire.close()
-        else:
-            wire.skip(left)
-            wire.end_of_value()
-        return reason
-
-    def _set(
-        self,
-        codec: Codec,
-        jobs: Sequence[Send],
-        numbers: Sequence[int],
-        reasons: list[str | None],
-        course: _Course,
-    ) -> None:
-        keys = dict(zip(numbers, self._keys_of(jobs[number].name for number in numbers), strict=True))
-        ttl = b"%d" % int(self._settings.ttl * 1000)
-
-        def send(wire: Wire, some: Sequence[int]) -> None:
-            for number in some:
-                wire.send(self._packed(keys[number], jobs[number], codec, ttl))
-
-        window = _window(len(jobs[numbers[0]].payload))
-        self._carry(keys, numbers, reasons, course, send, lambda wire, _: self._taken(wire), window)
-        self._note_refusals((reasons[number] or "").partition(" ")[0] for number in numbers)
-
-    def _packed(self, key: bytes, job: Send, codec: Codec, ttl: bytes) -> list[bytes | memoryview]:
-        used, parts = encode(job.payload, codec, job.element)
-        header = value.pack(
-            job.name, job.parent, job.payload, parts, codec=used, element=job.element, secret=self._secret
-        )
-        header = value.veiled(header, job.name, self._secret)
-        size = len(header) + sum(map(len, parts))
-        begin = b"*5\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(key), key, size)
-        return [begin + header, *parts, b"\r\n$2\r\nPX\r\n$%d\r\n%s\r\n" % (len(ttl), ttl)]
-
-    def _taken(self, wire: Wire) -> str | None:
-        try:
-            wire.reply()
-        except RedisSaysNo as error:
-            return f"{error.code} {error.rest}"
-        return None
-
 
 def _hear(call: asyncio.Future[Any]) -> None:
     if not call.cancelled():
@@ -919,14 +501,3 @@ def _all_good(replies: Iterable[Any]) -> None:
     for one in replies:
         if isinstance(one, TierUnavailable):
             raise one
-
-
-def _address(error: RedisSaysNo) -> Node | None:
-    """The node that a redirection names."""
-    host, _, port = error.rest.rpartition(" ")[2].rpartition(":")
-    return (host, int(port)) if host and port.isdigit() and len(port) < 6 else None
-
-
-def _window(size: int) -> int:
-    """How many blocks of this size are asked for at once."""
-    return max(2, min(PIPELINE, PIPELINE_BYTES // max(1, size)))
