@@ -18,13 +18,12 @@ from threading import Lock
 from typing import Any, Final, NoReturn, cast
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from redis import RedisCluster
+from redis import Redis, RedisCluster
 from redis.backoff import NoBackoff
 from redis.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
 from redis.crc import key_slot
 from redis.exceptions import RedisError
 from redis.retry import Retry
-from redis.sentinel import Sentinel
 
 from kvcascade.config.errors import ConfigError, TierUnavailable
 from kvcascade.config.settings import RedisSettings
@@ -262,8 +261,8 @@ class Topology:
     def _common(self) -> dict[str, Any]:
         settings = self._settings
         password: str | None = unquote(self.url.password) if self.url.password else None
-        if password is None and settings.password_file is not None:
-            password = _read_password(settings.password_file)
+        if password is None:
+            password = _read_password("password_file", settings.password_file)
         options: dict[str, Any] = {
             "username": unquote(self.url.username) if self.url.username else settings.username or None,
             "password": password,
@@ -272,12 +271,17 @@ class Topology:
             "retry": Retry(NoBackoff(), 0),
             "redis_connect_func": lambda _: None,  # the login is Wire's
         }
-        if self.scheme == "rediss":
-            files = {"tls_ca": settings.tls_ca, "tls_cert": settings.tls_cert, "tls_key": settings.tls_key}
-            _check_tls(**files)
-            for option, file in (("ssl_ca_certs", "tls_ca"), ("ssl_certfile", "tls_cert"), ("ssl_keyfile", "tls_key")):
-                options[option] = None if files[file] is None else str(files[file])
-        return options
+        return options | (self._tls_files() if self.scheme == "rediss" else {})
+
+    def _tls_files(self) -> dict[str, str | None]:
+        settings = self._settings
+        _check_tls(settings.tls_ca, settings.tls_cert, settings.tls_key)
+        files = {
+            "ssl_ca_certs": settings.tls_ca,
+            "ssl_certfile": settings.tls_cert,
+            "ssl_keyfile": settings.tls_key,
+        }
+        return {option: None if file is None else str(file) for option, file in files.items()}
 
     @property
     def redacted(self) -> str:
@@ -339,25 +343,50 @@ class Topology:
 
 
 class Sentinels(Topology):
-    """redis+sentinel://host:26379[,host:26379]/master[?db=0]"""
+    """redis+sentinel://host:26379[,host:26379]/master[?db=0]
+
+    Sentinels have users and passwords of their own; what stands in the URL is for Redis.
+    """
+
+    def __init__(self, settings: RedisSettings) -> None:
+        super().__init__(settings)
+        tls = self.scheme == "rediss" if settings.sentinel_tls == "auto" else settings.sentinel_tls == "on"
+        self._sentinel_options: dict[str, Any] = {
+            "username": settings.sentinel_username or None,
+            "password": _read_password("sentinel_password_file", settings.sentinel_password_file),
+            "retry": Retry(NoBackoff(), 0),
+            "protocol": 2,
+            "decode_responses": True,
+            **({"ssl": True, **self._tls_files()} if tls else {}),
+        }
+        self._sentinels = self._hosts(SENTINEL_PORT)  # the one first that knew the master last
 
     def check(self) -> None:
-        self._hosts(SENTINEL_PORT)
         if not self.url.path.strip("/"):
             raise ConfigError("redis.url: it names no master: write redis+sentinel://host:26379/name")
 
     def _connection(self, node: Node, timeout: float) -> AbstractConnection:
-        wait: dict[str, Any] = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
-        wait |= {"retry": Retry(NoBackoff(), 0), "protocol": 2}
-        sentinel = Sentinel(self._hosts(SENTINEL_PORT), sentinel_kwargs=wait)  # type: ignore[no-untyped-call]
-        try:
-            master = sentinel.discover_master(self.url.path.strip("/"))  # type: ignore[no-untyped-call]
-        except (RedisError, OSError) as error:
-            raise TierUnavailable(f"redis: sentinel: {error}") from error
-        finally:
-            for one in sentinel.sentinels:
-                one.close()
-        return self._tcp(master, timeout, db=_number(parse_qs(self.url.query).get("db", [""])[0]))
+        return self._tcp(self._master(timeout), timeout, db=_number(parse_qs(self.url.query).get("db", [""])[0]))
+
+    def _master(self, timeout: float) -> Node:
+        """What the first Sentinel says that knows one. Each has `timeout` seconds."""
+        limits: dict[str, Any] = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
+        troubles = []
+        for host, port in self._sentinels:
+            asked: Redis = Redis(host=host, port=port, **self._sentinel_options, **limits)
+            try:
+                # Not by redis-py's `Sentinel`, whose errors tell all options of a connection.
+                found: Any = asked.sentinel_get_master_addr_by_name(self.url.path.strip("/"))
+            except (RedisError, OSError) as error:
+                troubles.append(f"{host}:{port}: {error}")
+                continue
+            finally:
+                asked.close()
+            if found is not None:
+                self._sentinels = [(host, port), *(one for one in self._sentinels if one != (host, port))]
+                return str(found[0]), int(found[1])
+            troubles.append(f"{host}:{port} knows no such master")
+        raise TierUnavailable(f"redis: sentinel: {'; '.join(troubles)}")
 
 
 class Cluster(Topology):
@@ -445,11 +474,13 @@ def _number(db: str) -> int:
     return int(db or 0)
 
 
-def _read_password(path: Path) -> str:
+def _read_password(setting: str, path: Path | None) -> str | None:
+    if path is None:
+        return None
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"redis.password_file: {path} cannot be read: {error}") from error
+        raise ConfigError(f"redis.{setting}: {path} cannot be read: {error}") from error
 
 
 def _check_tls(tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None) -> None:

@@ -7,8 +7,10 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import redis
 
@@ -21,10 +23,39 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-class RedisServer:
-    """One redis-server; `start`, `kill`, `stop` and `resume` it at will. Its data lies in memory alone."""
+@dataclass(frozen=True)
+class Certificates:
+    """Of an authority, and of a server on 127.0.0.1 that it signed; who connects shows the latter too."""
 
-    def __init__(self, folder: Path, *arguments: str, port: int | None = None, password: str = "") -> None:
+    ca: Path
+    cert: Path
+    key: Path
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        files = {"tls-ca-cert-file": self.ca, "tls-cert-file": self.cert, "tls-key-file": self.key}
+        return ("tls-replication", "yes", *(word for option, file in files.items() for word in (option, str(file))))
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return {"tls_ca": str(self.ca), "tls_cert": str(self.cert), "tls_key": str(self.key)}
+
+
+class RedisServer:
+    """One redis-server; `start`, `kill`, `stop` and `resume` it at will. Its data lies in memory alone.
+
+    With `tls` its port speaks nothing else.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        port: int | None = None,
+        password: str = "",
+        tls: Certificates | None = None,
+    ) -> None:
+        self.tls = tls
         self.folder = folder
         self.port = free_port() if port is None else port
         self.password = password
@@ -52,7 +83,10 @@ class RedisServer:
             command += ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
             command += ["--dir", str(self.folder), "--unixsocket", str(self.socket)]
             if self.password:
-                command += ["--requirepass", self.password]
+                command += ["--requirepass", self.password, "--masterauth", self.password]
+            if self.tls is not None:
+                words = ["port", "0", "tls-port", str(self.port), *self.tls.options]
+                command += [word for option in pairs(words) for word in (f"--{option[0]}", option[1])]
         command += self.arguments
         log = (self.folder / "log").open("ab")
         with log:
@@ -71,7 +105,11 @@ class RedisServer:
                 time.sleep(0.02)
 
     def client(self) -> redis.Redis:
-        return redis.Redis(host="127.0.0.1", port=self.port, password=self.password or None, protocol=2)
+        tls: dict[str, Any] = {}
+        if self.tls is not None:
+            files = {"ssl_ca_certs": self.tls.ca, "ssl_certfile": self.tls.cert, "ssl_keyfile": self.tls.key}
+            tls = {"ssl": True, **{option: str(file) for option, file in files.items()}}
+        return redis.Redis(host="127.0.0.1", port=self.port, password=self.password or None, protocol=2, **tls)
 
     def kill(self) -> None:
         if self._process is not None:
@@ -161,26 +199,47 @@ def serve_cluster() -> Iterator[RedisCluster]:
 
 
 class Watched:
-    """A master, a replica of it, and one Sentinel that makes the replica master when the master is gone."""
+    """A master, a replica of it, and one Sentinel that makes the replica master when the master is gone.
 
-    def __init__(self, folder: Path) -> None:
-        self.master = RedisServer(folder / "master")
-        self.replica = RedisServer(folder / "replica", "--replicaof", "127.0.0.1", str(self.master.port))
-        self.sentinel = RedisServer(folder / "sentinel", port=free_port())
+    `password` is that of master and replica. With `tls` all three speak nothing else, or all but a plain Sentinel.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        password: str = "",
+        sentinel_password: str = "",
+        tls: Certificates | None = None,
+        *,
+        plain_sentinel: bool = False,
+    ) -> None:
+        self.master = RedisServer(folder / "master", password=password, tls=tls)
+        replica_of = ("--replicaof", "127.0.0.1", str(self.master.port))
+        self.replica = RedisServer(folder / "replica", *replica_of, password=password, tls=tls)
+        self.sentinel = RedisServer(
+            folder / "sentinel", port=free_port(), password=sentinel_password, tls=None if plain_sentinel else tls
+        )
         self._config = folder / "sentinel.conf"
 
     @property
     def url(self) -> str:
-        return f"redis+sentinel://127.0.0.1:1,127.0.0.1:{self.sentinel.port}/fleet"
+        scheme = "redis" if self.master.tls is None else "rediss"
+        return f"{scheme}+sentinel://127.0.0.1:1,127.0.0.1:{self.sentinel.port}/fleet"
 
     def start(self) -> None:
         self.master.start()
         self.replica.start()
-        self._config.write_text(
-            f"port {self.sentinel.port}\nbind 127.0.0.1\ndir {self._config.parent}\n"
-            f"sentinel monitor fleet 127.0.0.1 {self.master.port} 1\n"
-            "sentinel down-after-milliseconds fleet 500\nsentinel failover-timeout fleet 2000\n"
-        )
+        ports = ["port", "0", "tls-port"] if self.sentinel.tls else ["port"]
+        tls = self.master.tls.options if self.master.tls else ()
+        lines = [" ".join(option) for option in pairs([*ports, str(self.sentinel.port), *tls])]
+        lines += ["bind 127.0.0.1", f"dir {self._config.parent}"]
+        lines += [f"sentinel monitor fleet 127.0.0.1 {self.master.port} 1"]
+        lines += ["sentinel down-after-milliseconds fleet 500", "sentinel failover-timeout fleet 2000"]
+        if self.master.password:
+            lines.append(f"sentinel auth-pass fleet {self.master.password}")
+        if self.sentinel.password:
+            lines.append(f"requirepass {self.sentinel.password}")
+        self._config.write_text("\n".join(lines) + "\n")
         self.sentinel.arguments = ("--sentinel",)
         self.sentinel.start(str(self._config))
         end = time.monotonic() + START_S
@@ -204,15 +263,25 @@ class Watched:
 
 
 @contextlib.contextmanager
-def serve_watched() -> Iterator[Watched]:
+def serve_watched(
+    password: str = "",
+    sentinel_password: str = "",
+    tls: Certificates | None = None,
+    *,
+    plain_sentinel: bool = False,
+) -> Iterator[Watched]:
     """A master with a replica and a Sentinel for as long as the context lasts."""
     with tempfile.TemporaryDirectory(prefix="kvc-redis-") as folder:
-        watched = Watched(Path(folder))
+        watched = Watched(Path(folder), password, sentinel_password, tls, plain_sentinel=plain_sentinel)
         try:
             watched.start()
             yield watched
         finally:
             watched.kill()
+
+
+def pairs(words: Sequence[str]) -> list[tuple[str, str]]:
+    return list(zip(words[::2], words[1::2], strict=True))
 
 
 def certificates(folder: Path) -> tuple[Path, Path, Path]:

@@ -16,7 +16,8 @@ SECRET = Secret(b"sixteen bytes and more")
 
 
 def settings(url: str, **more: object) -> RedisSettings:
-    return RedisSettings(url=url, deadline="1s", connect_timeout="500ms", **more)  # type: ignore[arg-type]
+    limits = {"deadline": "1s", "connect_timeout": "500ms"}
+    return RedisSettings(url=url, **(limits | more))  # type: ignore[arg-type]
 
 
 @asynccontextmanager

@@ -5,7 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines.redis_server import RedisCluster, certificates, free_port, serve, serve_cluster, serve_watched
+from engines.redis_server import (
+    Certificates,
+    RedisCluster,
+    certificates,
+    free_port,
+    serve,
+    serve_cluster,
+    serve_watched,
+)
 from engines.redis_tier import SECRET, SIZE, available, check, fetches, name, opened, sends, settings
 from redis.crc import key_slot
 
@@ -122,6 +130,53 @@ async def test_the_master_that_sentinel_makes_is_found() -> None:
             check(jobs, reasons, range(8))
             assert await tier.store(sends(range(8, 10)), 5) == [None] * 2
             assert tier.status()["role"] == "master"
+
+
+async def refused(tier: RedisTier) -> str:
+    """What `status` says once the first probe has ended, without success."""
+    for _ in range(1000):
+        if tier.status()["reason"] != "not connected yet":
+            break
+        await asyncio.sleep(0.02)
+    assert not tier.available
+    return str(tier.status())
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_sentinels_that_want_a_login_and_tls_have_their_own(tmp_path: Path, tls: bool) -> None:
+    """The passwords differ, and neither is shown to the other's servers."""
+    certified = Certificates(*certificates(tmp_path)) if tls else None
+    for name_, text in (("redis", "of-redis\n"), ("sentinel", "of-the-sentinel\n"), ("wrong", "of-nobody\n")):
+        (tmp_path / name_).write_text(text)
+    with serve_watched("of-redis", "of-the-sentinel", certified) as watched:
+        more = {"password_file": str(tmp_path / "redis"), **(certified.settings if certified else {})}
+        more["connect_timeout"] = "5s"  # each connection asks a Sentinel first, both by TLS
+        right = {**more, "sentinel_password_file": str(tmp_path / "sentinel")}
+        async with opened(watched.url, **right) as tier:
+            assert tier.available, tier.status()
+            assert await tier.store(sends(range(8)), 5) == [None] * 8
+            assert watched.master.client().wait(1, 5000) == 1
+            watched.fail_over()
+            await tier.fetch(fetches(range(8)), 5)
+            await available(tier)
+            jobs = fetches(range(8))
+            reasons = await tier.fetch(jobs, 5)
+            assert reasons == [None] * 8
+            check(jobs, reasons, range(8))
+        for wrong in (more, {**right, "sentinel_password_file": str(tmp_path / "wrong")}):
+            async with opened(watched.url, **wrong) as tier:
+                told = await refused(tier)
+                assert "Authentication required" in told or "invalid username-password" in told
+                assert not any(word in told for word in ("of-redis", "of-the-sentinel", "of-nobody"))
+
+
+async def test_sentinels_without_tls_before_a_redis_with_it(tmp_path: Path) -> None:
+    certified = Certificates(*certificates(tmp_path))
+    with serve_watched(tls=certified, plain_sentinel=True) as watched:
+        async with opened(watched.url, **certified.settings, sentinel_tls="off") as tier:
+            assert tier.available, tier.status()
+        async with opened(watched.url, **certified.settings) as tier:
+            assert "sentinel" in await refused(tier)
 
 
 async def test_over_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
