@@ -237,6 +237,8 @@ class RedisTier:
                 away[node] = str(error).removeprefix("redis: ")
         if not infos:
             raise TierUnavailable(f"redis: {next(iter(away.values()))}")
+        if away:
+            self._topology.doubt()  # another node may have taken its place
         first = next(iter(infos.values()))
         told: dict[str, Any] = {
             "version": first.get("redis_version", ""),

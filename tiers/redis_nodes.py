@@ -61,6 +61,7 @@ class Course:
             self._wires.discard(wire)
             if self.over and not self._wires:
                 self._let_go()
+                self._let_go = lambda: None  # who comes too late to begin ends all the same
 
     async def stop(self) -> None:
         """Cuts what is under way, and waits until nobody touches the memory."""
@@ -130,7 +131,7 @@ class Nodes:
             left = deadline - self._clock()
             if left <= 0:
                 raise TierUnavailable(f"redis: {LATE}")
-            made = self._topology.connect(node, left)
+            made = self._topology.connect(node, min(left, silence))
             with self._lock:
                 if wire is not None:
                     self._all.discard(wire)
@@ -314,7 +315,7 @@ class Nodes:
                 reasons[number] = nowhere.removeprefix("redis: ")
             for done, (node, mine) in enumerate(places.items()):
                 # A node that says nothing leaves the others their part of the time.
-                part = (course.deadline - self._clock()) / (len(places) - done)
+                part = max(0.0, course.deadline - self._clock()) / (len(places) - done)
                 self._carry_one(node, mine, reasons, course, send, hear, window, silence=part)
             moved = []
             for number in numbers:

@@ -22,7 +22,7 @@ from redis import Redis, RedisCluster
 from redis.backoff import NoBackoff
 from redis.connection import AbstractConnection, Connection, SSLConnection, UnixDomainSocketConnection
 from redis.crc import key_slot
-from redis.exceptions import RedisError
+from redis.exceptions import RedisClusterException, RedisError
 from redis.retry import Retry
 
 from kvcascade.config.errors import ConfigError, TierUnavailable
@@ -426,7 +426,7 @@ class Cluster(Topology):
         for host, port in dict.fromkeys([*self._hosts(DEFAULT_PORT), *self.nodes]):
             try:
                 self._table = self._ask(host, port)
-            except (RedisError, OSError) as error:
+            except (RedisError, RedisClusterException, OSError) as error:  # the second is none of the first
                 trouble = str(error)
                 continue
             self.due = False

@@ -7,8 +7,9 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,11 +139,12 @@ def serve(*arguments: str, password: str = "") -> Iterator[RedisServer]:
 
 
 class RedisCluster:
-    """Three masters with all slots between them."""
+    """Three masters with all slots between them, the first three nodes, and a replica for each where there are any."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, replicas: bool = False) -> None:
         self.nodes = []
-        for number in range(3):
+        self.ports: dict[int, int] = {}  # as which nodes are known to clients, where not by their own
+        for number in range(6 if replicas else 3):
             self.nodes.append(
                 RedisServer(
                     folder / f"node{number}",
@@ -153,24 +155,31 @@ class RedisCluster:
 
     @property
     def url(self) -> str:
-        return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+        ports = (self.ports.get(number, node.port) for number, node in enumerate(self.nodes))
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{port}" for port in ports)
+
+    def announce(self, number: int, port: int) -> None:
+        """Clients are told to reach a node at another port, a proxy's; before `start`."""
+        self.ports[number] = port
+        self.nodes[number].arguments += ("--cluster-announce-port", str(port))
 
     def start(self) -> None:
         for node in self.nodes:
             node.start()
         first = self.nodes[0].client()
-        for number, node in enumerate(self.nodes):
+        for number, node in enumerate(self.nodes[:3]):
             low, high = 16384 * number // 3, 16384 * (number + 1) // 3 - 1
             node.client().execute_command("CLUSTER", "ADDSLOTSRANGE", low, high)
             node.client().execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for node in self.nodes[1:]:
             bus = int(node.arguments[node.arguments.index("--cluster-port") + 1])
             first.execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
-        end = time.monotonic() + START_S
-        while not all(self._settled(node) for node in self.nodes):
-            if time.monotonic() > end:
-                raise RuntimeError("the cluster does not come about")
-            time.sleep(0.05)
+        await_(lambda: all(self._settled(node) for node in self.nodes), "the cluster does not come about")
+        masters = [node.client().execute_command("CLUSTER", "MYID") for node in self.nodes[:3]]
+        for master, replica in zip(masters, self.nodes[3:], strict=False):
+            replica.client().execute_command("CLUSTER", "REPLICATE", master)
+        for replica in self.nodes[3:]:
+            await_(lambda one=replica: one.client().info("replication")["master_link_status"] == "up", "no replica")
 
     def _settled(self, node: RedisServer) -> bool:
         text = node.client().execute_command("CLUSTER", "INFO")
@@ -179,18 +188,29 @@ class RedisCluster:
             if isinstance(text, dict)
             else dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line)
         )
-        return state["cluster_state"] == "ok" and state["cluster_known_nodes"] == "3"
+        return state["cluster_state"] == "ok" and state["cluster_known_nodes"] == str(len(self.nodes))
 
     def kill(self) -> None:
         for node in self.nodes:
             node.kill()
 
 
+def await_(condition: Callable[[], bool], trouble: str) -> None:
+    end = time.monotonic() + START_S
+    while not condition():
+        if time.monotonic() > end:
+            raise RuntimeError(trouble)
+        time.sleep(0.05)
+
+
 @contextlib.contextmanager
-def serve_cluster() -> Iterator[RedisCluster]:
-    """A cluster for as long as the context lasts."""
+def serve_cluster(
+    *, replicas: bool = False, prepare: Callable[[RedisCluster], None] = lambda _: None
+) -> Iterator[RedisCluster]:
+    """A cluster for as long as the context lasts; `prepare` is called before it starts."""
     with tempfile.TemporaryDirectory(prefix="kvc-redis-") as folder:
-        cluster = RedisCluster(Path(folder))
+        cluster = RedisCluster(Path(folder), replicas=replicas)
+        prepare(cluster)
         try:
             cluster.start()
             yield cluster
@@ -242,20 +262,13 @@ class Watched:
         self._config.write_text("\n".join(lines) + "\n")
         self.sentinel.arguments = ("--sentinel",)
         self.sentinel.start(str(self._config))
-        end = time.monotonic() + START_S
-        while not self.sentinel.client().execute_command("SENTINEL", "REPLICAS", "fleet"):
-            if time.monotonic() > end:
-                raise RuntimeError("the sentinel does not find the replica")
-            time.sleep(0.05)
+        found = partial(self.sentinel.client().execute_command, "SENTINEL", "REPLICAS", "fleet")
+        await_(lambda: bool(found()), "the sentinel does not find the replica")
 
     def fail_over(self) -> None:
         """Kills the master, and waits until the replica has its place."""
         self.master.kill()
-        end = time.monotonic() + START_S
-        while self.replica.client().info("replication")["role"] != "master":
-            if time.monotonic() > end:
-                raise RuntimeError("nobody was made master")
-            time.sleep(0.05)
+        await_(lambda: self.replica.client().info("replication")["role"] == "master", "nobody was made master")
 
     def kill(self) -> None:
         for server in (self.sentinel, self.replica, self.master):

@@ -1,10 +1,12 @@
 """The Redis tier on a cluster, behind Sentinel, and over TLS: real servers, really killed."""
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from engines.proxy import Proxy
 from engines.redis_server import (
     Certificates,
     RedisCluster,
@@ -72,6 +74,107 @@ async def test_one_node_of_a_cluster_that_dies_takes_its_own_blocks_alone(cluste
                 break
             await asyncio.sleep(0.1)
         assert await tier.fetch(fetches(range(60)), 5) == [None] * 60
+
+
+async def test_a_replica_takes_the_place_of_a_master_that_dies() -> None:
+    """Service goes on meanwhile: the prefix ends at the first block that only the dead one had."""
+    with serve_cluster(replicas=True) as cluster:
+        async with opened(cluster.url) as tier:
+            assert await tier.store(sends(range(60)), 30) == [None] * 60
+            for master in cluster.nodes[:3]:
+                assert master.client().wait(1, 10_000) == 1
+            victim = (place(tier, 0) + 1) % 3
+            dead = [n for n in range(60) if place(tier, n) == victim]
+            cluster.nodes[victim].kill()
+            jobs = fetches(range(60))
+            reasons = await tier.fetch(jobs, 30)
+            assert [n for n, reason in enumerate(reasons) if reason] == dead
+            check(jobs, reasons, range(60))
+            assert await tier.present([name(n) for n in range(60)], 5) == dead[0]
+            assert tier.available
+            rounds = 0
+            while reasons != [None] * 60:
+                assert (rounds := rounds + 1) < 300, reasons
+                await asyncio.sleep(0.1)
+                jobs = fetches(range(60))
+                reasons = await tier.fetch(jobs, 30)
+                assert {n for n, reason in enumerate(reasons) if reason} <= set(dead)
+                check(jobs, reasons, range(60))
+            assert cluster.nodes[3 + victim].client().info("replication")["role"] == "master"
+            assert await tier.present([name(n) for n in range(60)], 5) == 60
+            assert await tier.store(sends(range(60, 80)), 30) == [None] * 20
+            # The old master comes back as a replica of the new one, and changes nothing.
+            cluster.nodes[victim].start()
+            jobs = fetches(range(80))
+            reasons = await tier.fetch(jobs, 30)
+            assert reasons == [None] * 80
+            check(jobs, reasons, range(80))
+
+
+def swallow(proxy: Proxy) -> None:
+    proxy.hole = True
+
+
+def delay(proxy: Proxy) -> None:
+    proxy.delay = 4.0
+
+
+def trickle(proxy: Proxy) -> None:
+    proxy.rate = 20
+
+
+def reset(proxy: Proxy) -> None:
+    proxy.refuse = True
+    proxy.reset()
+
+
+def half_close(proxy: Proxy) -> None:
+    proxy.refuse = True
+    proxy.half_close()
+
+
+@pytest.mark.parametrize("fault", [swallow, delay, trickle, reset, half_close])
+async def test_a_bad_way_to_one_node_of_a_cluster_costs_its_own_blocks_alone(
+    fault: Callable[[Proxy], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever happens to its answers, the others' blocks come, and each at its own position."""
+    with contextlib.ExitStack() as stack:
+
+        def prepare(cluster: RedisCluster) -> None:
+            proxy = stack.enter_context(Proxy(cluster.nodes[1].port))
+            cluster.announce(1, proxy.port)
+            proxies.append(proxy)
+
+        proxies: list[Proxy] = []
+        cluster = stack.enter_context(serve_cluster(prepare=prepare))
+        (proxy,) = proxies
+        async with opened(cluster.url, deadline="3s") as tier:
+            assert await tier.store(sends(range(60)), 30) == [None] * 60
+            assert proxy.connections
+            bad = [n for n in range(60) if place(tier, n) == 1]
+            fault(proxy)
+            # At first nobody knows of it; then the node is left alone.
+            for _ in range(4):
+                jobs = fetches(range(60))
+                reasons = await tier.fetch(jobs, 3)
+                check(jobs, reasons, range(60))
+                assert [n for n, reason in enumerate(reasons) if reason] == bad
+                reasons = await tier.store(sends(range(60)), 3)
+                assert [n for n, reason in enumerate(reasons) if reason] == bad
+                assert await tier.present([name(n) for n in range(60)], 5) == bad[0] > 0
+                assert tier.available
+            proxy.hole = proxy.refuse = False
+            proxy.rate, proxy.delay = 0, 0.0
+            proxy.reset()
+            for _ in range(300):
+                jobs = fetches(range(60))
+                reasons = await tier.fetch(jobs, 3)
+                check(jobs, reasons, range(60))
+                if reasons == [None] * 60:
+                    break
+                await asyncio.sleep(0.1)
+            assert reasons == [None] * 60
+    assert "Exception" not in caplog.text
 
 
 async def test_slots_that_move_are_followed(cluster: RedisCluster) -> None:
