@@ -153,6 +153,28 @@ def test_redis_that_dies_costs_misses_and_no_more(start_daemon: Start, start_eng
     eventually(lambda: not b.status()["problems"], 40)
 
 
+def test_a_redis_that_evicts_while_nodes_share_costs_misses_and_no_more(
+    start_daemon: Start, start_engine: Start
+) -> None:
+    """Fault G4: what a lookup counted on may be gone when it is fetched; the prefix ends there, with true bytes."""
+    with serve("--maxmemory", "16mb", "--maxmemory-policy", "allkeys-lru") as redis:
+        a = node(start_daemon, redis, "a", redis_store="payload")
+        b = node(start_daemon, redis, "b", redis_store="payload")
+        writer, reader = start_engine(a), start_engine(b)
+        prompts = [prompt(f"evicted {number}", BLOCKS) for number in range(24)]
+        loaded = []
+        for number, tokens in enumerate(prompts):
+            stored(a, writer, tokens, where="redis")
+            # Half of them at once; the others when Redis has had to make room.
+            if number % 2 == 0 or number > 11:
+                asked = prompts[number if number % 2 == 0 else number - 12]
+                loaded.append(fetch(reader, asked, f"r{number}")["loaded"])
+        assert max(loaded) == BLOCKS and min(loaded) < BLOCKS
+        assert redis.client().info("stats")["evicted_keys"]
+        for one in (a, b):
+            assert one.status()["cluster"]["redis"]["state"] == "ok"
+
+
 def test_without_waiting_a_lookup_says_that_it_asks(
     start_daemon: Start, start_engine: Start, redis: RedisServer
 ) -> None:

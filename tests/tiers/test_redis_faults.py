@@ -5,6 +5,7 @@ import random
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
@@ -276,6 +277,52 @@ async def test_a_storm_of_cancelled_calls_leaves_as_many_connections_as_threads(
         assert await tier.fetch(fetches(range(30)), 5) == [None] * 30
         assert len(server.client().client_list()) <= 2 + 1 + 1 + 2  # data, small, probe; the test's own
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_redis_that_evicts_as_it_likes_gives_whole_blocks_or_none() -> None:
+    """Fault G4: a block is one value, so nothing of it can go alone; and keys expire and are deleted by others too."""
+    chance = random.Random(4)
+    with serve("--maxmemory", "24mb", "--maxmemory-policy", "allkeys-lru") as server:
+        async with opened(server.url, deadline="5s") as tier:
+            found: Counter[str | None] = Counter()
+            taken: Counter[str | None] = Counter()
+
+            def some() -> range:
+                return range(first := chance.randrange(760), first + 40)
+
+            async def store() -> None:
+                for _ in range(40):
+                    taken.update(await tier.store(sends(some()), 30))
+
+            async def fetch() -> None:
+                for _ in range(80):
+                    numbers = some()
+                    await tier.present([name(n) for n in numbers], 5)
+                    jobs = fetches(numbers)
+                    reasons = await tier.fetch(jobs, 30)
+                    check(jobs, reasons, numbers)
+                    found.update(reasons)
+
+            def meddle() -> None:
+                client = server.client()
+                while not over.wait(0.002):
+                    key = tier.key_of(name(chance.randrange(800)))
+                    chance.choice([client.delete, client.unlink, lambda one: client.pexpire(one, 1)])(key)
+                client.close()
+
+            over = threading.Event()
+            meddling = asyncio.create_task(asyncio.to_thread(meddle))
+            await asyncio.gather(store(), store(), fetch(), fetch())
+            over.set()
+            await meddling
+            assert server.client().info("stats")["evicted_keys"]
+            assert found[None] > 100 and found["not there"] > 100
+            assert set(found) == {None, "not there"} and set(taken) == {None}
+            assert tier.available
+            there = [bool(server.client().exists(tier.key_of(name(n)))) for n in range(800)]
+            assert await tier.renew([name(n) for n in range(800)]) == there
+            jobs = fetches(range(800))
+            assert [reason is None for reason in await tier.fetch(jobs, 30)] == there
 
 
 class Fake:
