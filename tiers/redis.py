@@ -450,12 +450,21 @@ class RedisTier:
         if not self.available:
             raise TierUnavailable(f"redis: {self._reason}")
         course = Course(self._clock() + min(timeout, self._settings.deadline))
-        call = self._small.begin(lambda: work(course))
+        begun = False
+
+        def run() -> T:
+            nonlocal begun
+            begun = True
+            return work(course)
+
+        call = self._small.begin(run)
         call.add_done_callback(_hear)  # a caller that was cancelled does not
-        done, _ = await asyncio.wait([call], timeout=course.deadline + GRACE_S - self._clock())
-        if not done or call.cancelled():
-            call.cancel()
-            if not self._closed:
+        try:
+            await asyncio.wait([call], timeout=course.deadline + GRACE_S - self._clock())
+        finally:
+            call.cancel()  # in the queue it would take others' time
+        if call.cancelled():
+            if begun:
                 self._failed(LATE)
             raise TierUnavailable(f"redis: {LATE}")
         self._judge(course)

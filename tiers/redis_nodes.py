@@ -123,15 +123,14 @@ class Nodes:
         """This thread's connection to a node. TierUnavailable."""
         if not probe and node in self.away:
             raise TierUnavailable(self.away[node])
+        if deadline <= self._clock():
+            raise TierUnavailable(f"redis: {LATE}")  # and the connection is as good as it was
         wires: dict[Node, Wire] = self._own.__dict__.setdefault("by_node", {})
         wire = wires.get(node)
         if wire is not None and (wire.stale or not wire.idle()):
             wire.close()
         if wire is None or wire.closed:
-            left = deadline - self._clock()
-            if left <= 0:
-                raise TierUnavailable(f"redis: {LATE}")
-            made = self._topology.connect(node, min(left, silence))
+            made = self._topology.connect(node, min(deadline - self._clock(), silence))
             with self._lock:
                 if wire is not None:
                     self._all.discard(wire)

@@ -6,12 +6,13 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any, TypeVar
 
 import pytest
 from engines.proxy import Proxy
-from engines.redis_server import RedisServer, serve
+from engines.redis_server import RedisCluster, RedisServer, serve, serve_cluster
 from engines.redis_tier import SIZE, available, check, fetches, name, opened, pattern, sends
 
 from kvcascade.config.errors import TierUnavailable
@@ -19,6 +20,7 @@ from kvcascade.tiers.redis import RedisTier
 from kvcascade.tiers.remote import Fetch
 
 BIG = 2 << 20
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -37,43 +39,79 @@ def url(proxy: Proxy) -> str:
     return f"redis://127.0.0.1:{proxy.port}/0"
 
 
-async def test_cancelled_questions_never_get_each_others_answers(server: RedisServer, proxy: Proxy) -> None:
+KEYS = 1000
+SMALL = 4 << 10
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("kind", ["one server", "cluster"])
+async def test_cancelled_questions_never_get_each_others_answers(kind: str, threads: int) -> None:
     """Fault G1: all replies on a connection off by one, after a cancelled command."""
-    async with opened(url(proxy)) as tier:
-        keys = [b"k%03d" % n for n in range(100)]
-        await tier.write([(key, b"value of " + key) for key in keys], 60, 5)
-        await tier.store(sends(range(20)), 5)
-        proxy.delay = 0.02
-        chance = random.Random(1)
-        answered = 0
+    proxies: list[Proxy] = []
+    with ExitStack() as stack:
 
-        async def read(key: bytes) -> None:
-            nonlocal answered
-            try:
-                async with asyncio.timeout(chance.uniform(0.01, 0.3)):
-                    (got,) = await tier.read([key], 1)
-            except (TimeoutError, TierUnavailable):
-                return
-            assert got == b"value of " + key
-            answered += 1
+        def between(port: int) -> int:
+            proxies.append(stack.enter_context(Proxy(port)))
+            return proxies[-1].port
 
-        async def fetch(first: int) -> None:
-            jobs = fetches(range(first, first + 3))
-            reasons: list[str | None] = ["cancelled"] * 3
-            try:
-                async with asyncio.timeout(chance.uniform(0.01, 0.3)):
-                    reasons = await tier.fetch(jobs, 1)
-            except TimeoutError:
-                pass
-            check(jobs, reasons, range(first, first + 3))
+        def prepare(cluster: RedisCluster) -> None:
+            for number, one in enumerate(cluster.nodes):
+                cluster.announce(number, between(one.port))
 
-        for _ in range(15):
-            await asyncio.gather(*(read(chance.choice(keys)) for _ in range(6)), fetch(chance.randrange(17)))
-        assert answered
-        proxy.delay = 0.0
-        await available(tier)
-        assert await tier.read(keys, 1) == [b"value of " + key for key in keys]
-        assert await tier.fetch(fetches(range(20)), 1) == [None] * 20
+        if kind == "cluster":
+            where = stack.enter_context(serve_cluster(prepare=prepare)).url
+        else:
+            where = f"redis://127.0.0.1:{between(stack.enter_context(serve()).port)}/0"
+        async with opened(where, threads=threads, deadline="3s", connect_timeout="3s") as tier:
+            keys = [b"k%04d" % n for n in range(KEYS)]
+            await tier.write([(key, b"value of " + key) for key in keys], 600, 30)
+            assert await tier.store(sends(range(KEYS), SMALL), 60) == [None] * KEYS
+            for proxy in proxies:
+                proxy.delay = 0.1
+            chance = random.Random(1)
+            answered: Counter[str] = Counter()
+
+            async def within(what: str, call: Coroutine[Any, Any, T]) -> T | None:
+                with suppress(TimeoutError, TierUnavailable):
+                    async with asyncio.timeout(chance.uniform(0.02, 0.8)):
+                        got = await call
+                        answered[what] += 1
+                        return got
+                return None
+
+            async def read(number: int) -> None:
+                some = keys[number : number + chance.choice((1, 5))]
+                got = await within("read", tier.read(some, 3))
+                assert got in (None, [b"value of " + key for key in some])
+
+            async def write(number: int) -> None:
+                await within("write", tier.write([(keys[number], b"value of " + keys[number])], 600, 3))
+
+            async def fetch(number: int) -> None:
+                numbers = range(number, min(KEYS, number + chance.choice((1, 5))))
+                jobs = fetches(numbers, SMALL)
+                reasons = await within("fetch", tier.fetch(jobs, 3))
+                if reasons is not None:
+                    check(jobs, reasons, numbers)
+                    answered["block"] += reasons.count(None)
+
+            async def store(number: int) -> None:
+                await within("store", tier.store(sends(range(number, number + 1), SMALL), 3))
+
+            work = [(one, number) for number in range(KEYS) for one in (read, fetch)]
+            work += [(one, number) for number in range(0, KEYS, 10) for one in (write, store)]
+            chance.shuffle(work)
+            for start in range(0, len(work), 100):
+                await asyncio.gather(*(one(number) for one, number in work[start : start + 100]))
+            assert answered["read"] and answered["block"]
+            for proxy in proxies:
+                proxy.delay = 0.0
+            await available(tier)
+            assert await tier.read(keys, 30) == [b"value of " + key for key in keys]
+            jobs = fetches(range(KEYS), SMALL)
+            reasons = await tier.fetch(jobs, 60)
+            assert reasons == [None] * KEYS
+            check(jobs, reasons, range(KEYS))
 
 
 async def test_memory_is_let_go_of_when_the_time_is_up(server: RedisServer, proxy: Proxy) -> None:
@@ -261,21 +299,29 @@ async def available_after_fetches(tier: object, wanted: bool) -> None:
     raise AssertionError("the circuit stays closed")
 
 
-async def test_a_storm_of_cancelled_calls_leaves_as_many_connections_as_threads(server: RedisServer) -> None:
+@pytest.mark.parametrize("threads", [1, 8])
+async def test_a_storm_of_cancelled_calls_leaves_as_many_connections_as_threads(
+    server: RedisServer, threads: int
+) -> None:
     """Fault G2."""
-    async with opened(server.url) as tier:
-        await tier.store(sends(range(30)), 5)
+    async with opened(server.url, threads=threads, deadline="30s") as tier:
+        await tier.store(sends(range(30), SMALL), 60)
         chance = random.Random(2)
         tasks = []
-        for _ in range(300):
+        for number in range(5000):
             numbers = range(first := chance.randrange(27), first + 3)
-            tasks.append(asyncio.create_task(tier.fetch(fetches(numbers), 5)))
-            if chance.random() < 0.3:
-                await asyncio.sleep(0)
-                chance.choice(tasks).cancel()
+            call = tier.fetch(fetches(numbers, SMALL), 60) if number % 5 else tier.present([name(first)], 30)
+            tasks.append(asyncio.create_task(call))
+        for victim in chance.sample(tasks, 1700):
+            if chance.random() < 0.05:
+                await asyncio.sleep(0.001)
+            victim.cancel()
         await asyncio.wait(tasks)
-        assert await tier.fetch(fetches(range(30)), 5) == [None] * 30
-        assert len(server.client().client_list()) <= 2 + 1 + 1 + 2  # data, small, probe; the test's own
+        assert sum(task.cancelled() for task in tasks) > 500
+        assert all(task.cancelled() or task.exception() is None for task in tasks)
+        assert await tier.fetch(fetches(range(30), SMALL), 30) == [None] * 30
+        assert tier.available
+        assert len(server.client().client_list()) <= threads + 1 + 1 + 2  # data, small, probe; the test's own
     assert len(asyncio.all_tasks()) == 1
 
 
