@@ -1,0 +1,214 @@
+"""Faults that others have met, between real nodes: by Redis and from node to node, a pattern in each byte."""
+
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines.nodes import BLOCKS, Start, absence_forgotten, fetch, fetched, node, stored
+from engines.proxy import Proxy
+from engines.redis_server import RedisServer, free_port, serve
+from engines.scripted import eventually, prompt
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with serve() as one:
+        yield one
+
+
+WAYS = pytest.mark.parametrize("way", ["payload", "directory"])
+
+
+def knows(way: str) -> str:
+    return "redis" if way == "payload" else "directory"
+
+
+@WAYS
+@pytest.mark.parametrize("difference", [{"model": "another digest"}, {"weights_epoch": "2"}])
+def test_two_checkpoints_of_one_name_never_hit_across_nodes(
+    start_daemon: Start, start_engine: Start, redis: RedisServer, way: str, difference: dict[str, Any]
+) -> None:
+    # B5: the same tokens and seed, so the same block hashes.
+    a, b = (node(start_daemon, redis, name, redis_store=way) for name in "ab")
+    writer, other, same = start_engine(a), start_engine(b, **difference), start_engine(b)
+    tokens = prompt("one", BLOCKS)
+    stored(a, writer, tokens, where=knows(way))
+    assert fetch(other, tokens)["matched"] == 0
+    assert fetch(same, tokens)["loaded"] == BLOCKS
+    stored(b, other, tokens, where=knows(way))
+    theirs = start_engine(a, **difference)
+    assert fetch(theirs, tokens)["loaded"] == BLOCKS
+
+
+@WAYS
+@pytest.mark.parametrize("salt", ["b", ""])
+def test_another_tenants_prefix_is_neither_found_nor_confirmed_on_another_node(
+    start_daemon: Start, start_engine: Start, redis: RedisServer, way: str, salt: str
+) -> None:
+    # L4, with the paired control: the same salt hits.
+    a, b = (node(start_daemon, redis, name, redis_store=way) for name in "ab")
+    tenant, other, same = start_engine(a, salt="a secret"), start_engine(b, salt=salt), start_engine(b, salt="a secret")
+    tokens = prompt("one", BLOCKS)
+    stored(a, tenant, tokens, where=knows(way))
+    assert fetch(other, tokens, "1") == fetch(other, prompt("never stored", BLOCKS), "2")
+    named = [b"".join(other.hashes(prompt)) for prompt in (tokens, prompt("never stored", BLOCKS))]
+    told = [b.call("explain", hashes=one)["namespaces"][0] for one in named]
+    assert told[0] == told[1]
+    assert fetch(same, tokens)["loaded"] == BLOCKS
+    client = redis.client()
+    for key in list(client.scan_iter()):
+        assert b"a secret" not in key
+        assert client.type(key) != b"string" or b"a secret" not in client.get(key)
+    for one in (a, b):
+        assert "a secret" not in one.log.read_text() + repr(one.status())
+
+
+@pytest.mark.parametrize("damage", ["evicted", "corrupt", "another block's", "cut short"])
+def test_a_block_that_goes_bad_in_redis_between_lookup_and_load_ends_what_is_loaded(
+    start_daemon: Start, start_engine: Start, redis: RedisServer, damage: str
+) -> None:
+    # A10, G4: the lookup has promised ten.
+    a = node(start_daemon, redis, "a", redis_store="payload")
+    writer = start_engine(a)
+    tokens = prompt("one", 10)
+    client = redis.client()
+    for blocks in range(1, 11):
+        before = set(client.keys("kvcascade:b:*"))
+        stored(a, writer, tokens[: 16 * blocks], where="redis") if blocks == 1 else writer.store(tokens[: 16 * blocks])
+        eventually(lambda before=before: len(client.keys("kvcascade:b:*")) > len(before))
+        if blocks == 7:
+            (victim,) = set(client.keys("kvcascade:b:*")) - before
+    with Proxy(redis.port) as proxy:
+        b = node(start_daemon, redis, "b", redis_store="payload", redis_url=f"redis://127.0.0.1:{proxy.port}/0",
+                 redis_deadline="10s", cluster_deadline="10s")  # fmt: skip
+        reader = start_engine(b)
+        reader.attach()
+        proxy.rate = 50_000  # a block takes more than half a second
+        found = eventually(lambda: one if (one := reader.lookup(tokens, "r", wait_ms=500))["matched"] else None)
+        assert found["matched"] == 10
+        whole = client.get(victim)
+        match damage:
+            case "evicted":
+                client.delete(victim)
+            case "corrupt":
+                client.setrange(victim, len(whole) - 100, b"!" if whole[-100:-99] != b"!" else b"?")
+            case "another block's":
+                client.set(victim, client.get(next(key for key in before if key != victim)))
+            case "cut short":
+                client.set(victim, whole[:-1])
+        proxy.rate = 0
+        assert reader.load(found["lease"], 10, 10_000) == 6
+        assert reader.read(tokens) == {"intact": list(range(6)), "foreign": [], "changed": []}
+        reader.release(found["lease"])
+        eventually(lambda: not b.status()["cluster"]["remote"]["fetching"])
+        absence_forgotten()
+        # What was good is here, and the next lookup promises no more.
+        assert fetch(reader, tokens, "again")["loaded"] == 6
+
+
+@pytest.mark.parametrize("again", ["at its address", "elsewhere", "with another model"])
+def test_a_node_that_restarts_under_its_readers_costs_misses_and_is_found_again(
+    start_daemon: Start, start_engine: Start, redis: RedisServer, again: str
+) -> None:
+    # H1: nothing of its old life is trusted.
+    port = free_port()
+    a = node(start_daemon, redis, "a", redis_store="directory", peers_listen=f"127.0.0.1:{port}")
+    b = node(start_daemon, redis, "b", redis_store="directory", peers_deadline="1s", dram="16MiB", disk="",
+             disk_size="", leases_lookup="300ms")  # fmt: skip
+    writer, reader = start_engine(a), start_engine(b)
+    prompts = [prompt(f"prompt {number}", BLOCKS) for number in range(4)]
+    for tokens in prompts:
+        stored(a, writer, tokens, where="directory")
+    over, counts = threading.Event(), []
+
+    def read() -> None:
+        number = 0
+        while not over.is_set():
+            counts.append(fetched(reader, prompts[number % 4], f"{number}"))  # asserts that nothing is foreign
+            number += 1
+            # So that it has to be fetched again and again.
+            reader.store(prompt(f"filler {number}", 480))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        eventually(lambda: BLOCKS in counts)
+        a.kill()
+        time.sleep(0.5)
+        a.flags["--peers-listen"] = f"127.0.0.1:{port if again != 'elsewhere' else free_port()}"
+        a.start()
+        model = {"model": "another"} if again == "with another model" else {}
+        second = start_engine(a, **model)
+        for tokens in prompts:
+            eventually(lambda tokens=tokens: second.store(tokens)["ready"] >= 0)
+        time.sleep(0.5)
+    finally:
+        over.set()
+        thread.join(60)
+    assert not thread.is_alive()
+    if again != "with another model":
+        eventually(lambda: fetched(reader, prompts[0], f"last {time.monotonic()}") == BLOCKS, 60)
+
+
+def test_what_is_no_value_of_ours_runs_nothing_and_costs_a_miss(
+    start_daemon: Start, start_engine: Start, redis: RedisServer, tmp_path: Path
+) -> None:
+    # L1, L6: pickles with a side effect, and what decoders choke on, wherever a node reads from Redis.
+    trace = tmp_path / "it ran"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return open, (str(trace), "w")
+
+    bad = [
+        pickle.dumps(Evil()),
+        b"\x81" * 100_000,
+        b"\x9b" + b"\x10" + bytes(7),
+        b"\xc6" * (1 << 20),
+        b"",
+        bytes(8 << 20),
+    ]
+    a = node(start_daemon, redis, "a", dram="64MiB")
+    tokens = prompt("one", BLOCKS)
+    stored(a, start_engine(a), tokens, where="redis")
+    eventually(lambda: a.status()["cluster"]["fleet"]["counters"].get("entries_written", 0))
+    client = redis.client()
+    for number, data in enumerate(bad):
+        for key in list(client.scan_iter()):
+            client.delete(key)
+            client.set(key, data)
+        b = node(start_daemon, redis, f"b{number}")
+        reader = start_engine(b)
+        assert fetch(reader, tokens)["loaded"] == 0
+        reader.store(tokens)
+        assert fetch(reader, tokens, "again")["loaded"] == BLOCKS
+        # Values that are read past may take longer than an answer should.
+        eventually(lambda b=b: b.status()["cluster"]["redis"]["state"] == "ok", 60)
+        b.stop()
+    assert not trace.exists()
+    eventually(lambda: a.status()["cluster"]["redis"]["state"] == "ok", 60)
+
+
+def listening(pid: int) -> list[str]:
+    """Addresses of TCP and UDP on which a process takes what comes."""
+    inodes = {Path(f"/proc/{pid}/fd/{fd.name}").readlink().name for fd in Path(f"/proc/{pid}/fd").iterdir()}
+    found = []
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if f"socket:[{fields[9]}]" in inodes and (table.startswith("udp") or fields[3] == "0A"):
+                found.append(fields[1])
+    return found
+
+
+def test_no_port_is_open_but_those_that_are_asked_for(start_daemon: Start, redis: RedisServer) -> None:
+    # L3: the default start, then a node that serves others.
+    assert listening(start_daemon().pid) == []
+    assert listening(start_daemon(cluster_node="a", redis_url=redis.url).pid) == []
+    serving = node(start_daemon, None, "b")
+    port = int(serving.status()["cluster"]["server"]["listen"].rpartition(":")[2])
+    assert listening(serving.pid) == [f"0100007F:{port:04X}"]
