@@ -62,6 +62,15 @@ MARKS: Final = 1024  # names that are tried to find one for each node of a clust
 _SECTIONS: Final = (b"server", b"memory", b"replication", b"stats")
 LASTING: Final = frozenset({"OOM", "MISCONF", "NOPERM", "NOREPLICAS"})
 NOT_READY: Final = frozenset({"LOADING", "NOAUTH", "MASTERDOWN"})
+_DISBELIEVED: Final = {
+    "no value of ours": "something else writes keys that begin with redis.key_prefix",
+    "another format version": "another version of kvcascade wrote them",
+    "bad tag": "nodes have other secrets, or somebody writes there who has none",
+    "another block": "somebody has put them elsewhere",
+    "another length": "somebody has cut them",
+    "bad checksum": "their bytes have changed",
+    "cannot be decoded": "their bytes have changed",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +108,7 @@ class RedisTier:
         self._probes: Workers | None = None
         self._probe: asyncio.Task[None] | None = None
         self._refused, self._refused_until = "", 0.0
+        self._takes_none = ""  # why, when Redis refused all blocks of the last batch
         self._trouble = asyncio.Event()
         self._probed = asyncio.Event()
         self._reason = "not connected yet"
@@ -344,6 +354,9 @@ class RedisTier:
         lasting = next((one for one in reasons if one is not None and one.partition(" ")[0] in LASTING), None)
         if lasting is not None:
             self._refused, self._refused_until = lasting, self._clock() + REFUSED_S
+        if some:
+            refusals = [one for one in reasons if one is not None and one.partition(" ")[0].isupper()]
+            self._takes_none = refusals[0] if len(refusals) == len(some) else ""
         self.counters["over_budget_blocks"] += len(jobs) - len(some)
         return reasons + ["redis.daily_bytes is used up"] * (len(jobs) - len(some))
 
@@ -418,6 +431,16 @@ class RedisTier:
             **({"lost_s": self._clock() - self.lost_at} if self.counters["data_losses"] else {}),
             "counters": dict(self.counters),
         }
+
+    def problems(self) -> list[str]:
+        """What an operator should know, in sentences."""
+        if not self.available:
+            return [f"redis is left alone: {self._reason}"]
+        problems = [f"redis takes no blocks: {self._takes_none}"] if self._takes_none else []
+        for reason, why in _DISBELIEVED.items():
+            if count := self.counters[f"not fetched: {reason}"]:
+                problems.append(f"{count} values in redis were not believed: {reason} ({why})")
+        return problems
 
     # ---- inside
 
