@@ -203,8 +203,8 @@ class Cluster:
 
     def problems(self) -> list[str]:
         problems = []
-        if self.redis is not None and not self.redis.available:
-            problems.append(f"redis is left alone: {self.redis.status()['reason']}")
+        if self.redis is not None:
+            problems += self.redis.problems()
         if self.fleet is not None:
             problems += self.fleet.problems()
         if self.server is not None:

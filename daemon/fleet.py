@@ -74,6 +74,9 @@ _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 class Store(Protocol):
     """Small values that all nodes see; `RedisTier`. All raise TierUnavailable when they cannot tell."""
 
+    @property
+    def available(self) -> bool: ...
+
     async def read(self, keys: Sequence[bytes], timeout: float) -> list[bytes | None]: ...
 
     async def write(self, items: Sequence[tuple[bytes, bytes]], ttl: float, timeout: float) -> None: ...
@@ -515,6 +518,8 @@ class Fleet:
 
     def problems(self) -> list[str]:
         problems = [f"nothing is shared with a node: {text}" for text in sorted(self._different.values())[:5]]
+        if self._trouble and self._store.available:
+            problems.append(f"other nodes do not hear of this one: {self._trouble}")
         what = f"cluster.node: another node is named {self.me.name} too"
         if self.taken_by:
             problems.append(f"{what} (boot {self.taken_by[:8]}); this one offers nothing to others: rename it")
