@@ -89,6 +89,7 @@ class PeerServer:
         self._strangers: Counter[str] = Counter()  # by host
         self._sockets: set[socket.socket] = set()
         self._counters: Counter[str] = Counter()
+        self._refused = ""  # whom last, and why
         self._callers: OrderedDict[bytes, _Caller] = OrderedDict()  # by incarnation
         self._stopping = threading.Event()
         self._rate = _Rate(settings.bandwidth, self._stopping)
@@ -199,11 +200,11 @@ class PeerServer:
                 channel.until(time.monotonic() + IDLE_S)
                 self._answer(channel, caller, *channel.hear())
         except Different as error:
-            self._count("refused_handshakes")
+            self._refuse(host, error)
             log.warning("peers: a node was refused host=%s reason=%s", host, error)
             self._on_loop_soon(self._met, error.info)
         except (Refused, ProtocolError) as error:
-            self._count("refused_handshakes")
+            self._refuse(host, error)
             log.warning("peers: a connection was refused host=%s reason=%s", host, error)
         except (CascadeError, OSError) as error:
             log.debug("peers: a connection ended host=%s reason=%s", host, error)
@@ -252,6 +253,11 @@ class PeerServer:
                     future.cancel()
                     channel.close()
                     raise TierUnavailable("peer: the caller is gone") from None
+
+    def _refuse(self, host: str, error: CascadeError) -> None:
+        self._count("refused_handshakes")
+        with self._lock:
+            self._refused = f"{host}: {error}"
 
     def _count(self, name: str, by: int = 1) -> None:
         with self._lock:
@@ -364,6 +370,7 @@ class PeerServer:
                 "connections": len(self._threads),
                 "tls": self._tls is not None,
                 "counters": dict(self._counters),
+                "refused": self._refused,
                 "callers": [
                     {"name": one.name, "boot": boot.hex(), "served_blocks": one.blocks, "served_bytes": one.nbytes}
                     for boot, one in self._callers.items()

@@ -441,11 +441,13 @@ class Peers:
             with self._lock:
                 self._open.add(channel)
             try:
-                channel.until(using.deadline, using.silence)
+                # An answer may be waited for while blocks are being stored; who the other side is, it knows at once.
+                channel.until(using.deadline, min(using.silence, self._settings.deadline))
                 using.enter(channel)
                 channel.connect(address)
                 channel.secure()
                 info = channel.greet(self._me())
+                channel.until(using.deadline, using.silence)
                 if info.boot != peer.boot:
                     raise Refused("peer: this node was started anew: what is known of it is out of date")
             except TierUnavailable as error:

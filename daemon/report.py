@@ -254,6 +254,9 @@ def _cluster(console: Console, cluster: Answer) -> None:
         _line(console, f"redis lost what it held {what}: what is used is sent again")
     if redis and redis.get("evicted"):
         _line(console, f"redis has evicted {redis['evicted']} keys ({redis['policy']})")
+    if served and served["refused"]:
+        refused = served["counters"]["refused_handshakes"]
+        _line(console, f"refused callers: {refused}, the last one {served['refused']}")
     callers = served["callers"] if served else []
     for one in callers[-SHOWN_CALLERS:]:
         what = f"{one['served_blocks']} blocks, {format_bytes(one['served_bytes'])}"

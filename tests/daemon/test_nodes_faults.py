@@ -1,9 +1,11 @@
 """Faults that others have met, between real nodes: by Redis and from node to node, a pattern in each byte."""
 
 import pickle
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ from engines.nodes import BLOCKS, Start, absence_forgotten, fetch, fetched, node
 from engines.proxy import Proxy
 from engines.redis_server import RedisServer, free_port, serve
 from engines.scripted import eventually, prompt
+
+from kvcascade.config.settings import Endpoint
+from kvcascade.daemon.granting import Ticket
 
 
 @pytest.fixture
@@ -212,3 +217,85 @@ def test_no_port_is_open_but_those_that_are_asked_for(start_daemon: Start, redis
     serving = node(start_daemon, None, "b")
     port = int(serving.status()["cluster"]["server"]["listen"].rpartition(":")[2])
     assert listening(serving.pid) == [f"0100007F:{port:04X}"]
+
+
+STRANGERS = {
+    "http": b"HTTP/1.1 400 Bad Request\r\nServer: nginx\r\nContent-Length: 0\r\n\r\n",
+    "tls": bytes.fromhex("15030100020246"),  # an alert: what came was no hello
+    "garbage": bytes(range(256)) * 64,
+    "redis": b"-ERR unknown command 'kvcp'\r\n",
+    "a later version": b"kvcp\x02\x00\x00\x00" + bytes(64),
+    "nothing at all": b"",
+    "an end at once": None,
+}
+
+
+@contextmanager
+def answering(data: bytes | None) -> Iterator[int]:
+    """The port of somebody who answers whatever comes with this; None: who closes at once."""
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.1)
+
+        def serve_all() -> None:
+            held = []
+            while not over.is_set():
+                with suppress(TimeoutError):
+                    one, _ = listener.accept()
+                    if data is None:
+                        one.close()
+                        continue
+                    held.append(one)
+                    one.sendall(data)
+            for one in held:
+                one.close()
+
+        thread = threading.Thread(target=serve_all)
+        thread.start()
+        try:
+            yield int(listener.getsockname()[1])
+        finally:
+            over.set()
+            thread.join()
+
+
+@pytest.mark.parametrize("what", STRANGERS)
+def test_a_peer_that_speaks_another_protocol_is_told_and_costs_a_miss(
+    start_daemon: Start, start_engine: Start, what: str
+) -> None:
+    a = node(start_daemon, None, "a")
+    b = node(start_daemon, None, "b", peers_deadline="1s", cluster_deadline="2s")
+    writer, reader = start_engine(a), start_engine(b)
+    tokens = prompt("one", BLOCKS)
+    writer.store(tokens)
+    with answering(STRANGERS[what]) as port:
+        ticket = Ticket("stranger", b"x" * 16, Endpoint("127.0.0.1", port)).pack()
+        assert fetch(reader, tokens, "1", ticket=ticket)["loaded"] == 0
+        (peer,) = b.status()["cluster"]["peers"]
+        assert peer["endpoint"] == f"127.0.0.1:{port}" and peer["state"] == "sick" and peer["reason"]
+    absence_forgotten()
+    assert fetch(reader, tokens, "2", ticket=writer.hand_off(tokens))["loaded"] == BLOCKS
+
+
+def test_who_speaks_another_protocol_to_a_node_is_turned_away_and_told_of(
+    start_daemon: Start, start_engine: Start
+) -> None:
+    a, b = node(start_daemon, None, "a"), node(start_daemon, None, "b")
+    host, _, port = a.status()["cluster"]["server"]["listen"].rpartition(":")
+    silent = socket.create_connection((host, int(port)), 10)
+    with silent:
+        for said in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            bytes.fromhex("160301007b010000770303") + bytes(120),
+            b"*1\r\n$4\r\nPING\r\n" * 9,
+        ):
+            with socket.create_connection((host, int(port)), 10) as sock, suppress(ConnectionError):
+                sock.sendall(said)
+                while sock.recv(1 << 16):
+                    pass
+        server = a.status()["cluster"]["server"]
+        assert server["counters"]["refused_handshakes"] == 3
+        assert "is no kvcascade node" in server["refused"]
+        writer, tokens = start_engine(a), prompt("one", BLOCKS)
+        writer.store(tokens)
+        assert fetch(start_engine(b), tokens, ticket=writer.hand_off(tokens))["loaded"] == BLOCKS
