@@ -9,9 +9,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,12 +146,16 @@ class PagedWorker(WorkerConnector):
             layout = describe_paged(layers, group, dtype, axes=self._axes, **place)
             gatherers.append(Gatherer(layout, layers, group, **place))
         self._gatherers = gatherers
-        self._device = tensors[0][0].device
-        self._views = PoolViews(self._device)
+        if tensors[0][0].device != self._device:
+            self._views.close()
+            self._device = tensors[0][0].device
+            self._views = PoolViews(self._device)
 
     def unregister(self) -> None:
         """The tensors go: on return no copy touches them. `register` brings new ones."""
-        self._book.close(self._limits.load_wait + self._limits.timeout)
+        limit = self._limits.load_wait + self._limits.timeout
+        while not self._book.close(limit):
+            log.warning("copies still run after %g s; the engine's memory cannot be let go of before they end", limit)
         self._book = TransferBook()
         self._end_step_loads()
         self._gatherers = []
@@ -345,14 +349,8 @@ class PagedWorker(WorkerConnector):
                 if ticket.given_up:
                     raise DaemonUnavailable("the request has ended")
                 slots = self._slots(pools, transfer)
-                stream = self._stream()
-                if stream is None:
+                with self._behind(ready):
                     self._gatherers[transfer.group].load(transfer.blocks, slots)
-                else:
-                    stream.wait_event(ready)
-                    with torch.cuda.stream(stream):
-                        self._gatherers[transfer.group].load(transfer.blocks, slots)
-                    stream.synchronize()
                 intact = session.intact(held)
             bad = [block for block, good in zip(transfer.blocks, intact.tolist(), strict=True) if not good]
         except (CascadeError, KeyError, ValueError, IndexError) as error:
@@ -448,15 +446,8 @@ class PagedWorker(WorkerConnector):
         try:
             with session.copying(_reservation(part)) as pools:
                 slots = self._slots(pools, part)
-                stream = self._stream()
-                if stream is None:
+                with self._behind(ready):
                     self._gatherers[part.group].put(gathered, slots)
-                else:
-                    stream.wait_event(ready)
-                    with torch.cuda.stream(stream):
-                        self._gatherers[part.group].put(gathered, slots)
-                    gathered.record_stream(stream)
-                    stream.synchronize()
             done = True
         except (CascadeError, KeyError, ValueError, IndexError) as error:
             log.debug("save failed request=%s reason=%s", part.request_id, error)
@@ -520,10 +511,25 @@ class PagedWorker(WorkerConnector):
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _stream(self) -> Any:
-        """The calling thread's own stream; None on the CPU."""
+    @contextmanager
+    def _behind(self, ready: Any) -> Iterator[None]:
+        """Copies inside are queued behind `ready`, and have ended when it is left, by an error too.
+
+        What was queued before the error would otherwise go on into blocks, or slots, that others have by then.
+        """
         if self._device.type != "cuda":
-            return None
+            yield
+            return
+        stream = self._stream()
+        stream.wait_event(ready)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            stream.synchronize()
+
+    def _stream(self) -> Any:
+        """The calling thread's own stream."""
         with self._lock:
             if threading.get_ident() not in self._streams:
                 self._streams[threading.get_ident()] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]

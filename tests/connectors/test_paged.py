@@ -1,7 +1,8 @@
 """Both sides of a paged engine's connector over a real daemon, without an engine: every layout, rank and KV group."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from kvcascade.connectors.base import MatchState, Report, Request, Step
 from kvcascade.connectors.layout import VLLM_ORDERS
 from kvcascade.connectors.paged_scheduler import Limits, PagedScheduler
 from kvcascade.connectors.paged_worker import PagedWorker
-from kvcascade.daemon.attachment import Session
+from kvcascade.daemon.attachment import Load, MappedPool, Reservation, Session
 from kvcascade.tiers.block import KVGroup, block_hashes, head_range, none_hash, probe_hashes
 from kvcascade.tiers.namespace import Namespace
 
@@ -78,9 +79,10 @@ class Node:
         stage: bool = False,
         padding: int = 0,
         limits: Limits = PATIENT,
+        session: type[Session] = Session,
     ) -> None:
         self.space = namespace(*groups, dtype=dtype)
-        self.groups, self.ranks, self._daemon = groups, ranks, daemon
+        self.groups, self.ranks, self._daemon, self._kind = groups, ranks, daemon, session
         self.scheduler = PagedScheduler(
             self.space, lambda epoch: self._session("scheduler", 0), ranks=ranks, null_block=0, limits=limits
         )
@@ -107,7 +109,7 @@ class Node:
         self.stored = 0
 
     def _session(self, role: str, rank: int) -> Session:
-        return Session(
+        return self._kind(
             namespace=self.space.to_map(),
             probe=probe_hashes(algo="sha256_cbor", none_hash=self.space.none_hash, key_scheme="tagged-0.31"),
             engine=("paged", "1"), role=role, ranks=self.ranks, rank=rank, socket_path=self._daemon.socket,
@@ -311,6 +313,45 @@ def test_a_save_that_finds_the_buffer_full_is_left_out(start_node, daemon, monke
     assert node.workers[0].take_counters()["saves_skipped"] == COUNT
     node.store("b", TOKENS[:33], (FROM[:2],))
     eventually(lambda: dram_blocks(daemon) == 2)
+
+
+class LingeringSession(Session):
+    """A rank's copies take a while longer, once their bytes have moved."""
+
+    copies = 0
+    lingers = False
+
+    @contextmanager
+    def copying(self, *held: Load | Reservation) -> Iterator[Mapping[int, MappedPool]]:
+        with super().copying(*held) as pools:
+            type(self).copies += 1
+            try:
+                yield pools
+                if self.lingers:
+                    time.sleep(2.5)
+            finally:
+                type(self).copies -= 1
+
+
+def test_tensors_are_let_go_of_when_no_copy_touches_them_however_long_that_takes(start_node, daemon):
+    # Sleep mode unmaps them: a limit on the wait would let a copy go on into memory of others.
+    hasty = Limits(step_wait=10.0, patience=10.0, sync_bytes=0, load_wait=0.02, timeout=1.0)
+    first = start_node([GROUP])
+    first.fill(0, whole(GROUP, "bfloat16"))
+    first.store("a", TOKENS, (FROM,))
+    eventually(lambda: dram_blocks(daemon) == COUNT)
+    second = start_node([GROUP], limits=hasty, session=LingeringSession)
+    (worker,) = second.workers
+    request = second.request("b", TOKENS)
+    second.scheduler.arrived(request)
+    match = second.scheduler.match(request, 0)
+    second.scheduler.allocated(request, (TO,), match.tokens, background=match.background)
+    LingeringSession.lingers = True
+    worker.start_load(second.scheduler.plan_step(Step({}, {})))
+    eventually(lambda: LingeringSession.copies)
+    worker.unregister()
+    assert not LingeringSession.copies
+    assert not worker.finished().received
 
 
 def test_asking_costs_the_scheduler_no_more_than_its_budget_when_the_daemon_is_stopped(start_node, daemon):
