@@ -197,13 +197,16 @@ class Mover:
         return True
 
     def load(self, job: Job) -> None:
-        with self._changed:
-            self._loads.append(job)
-            self._changed.notify_all()
+        self._queue(self._loads, job)
 
     def store(self, job: Job) -> None:
+        self._queue(self._stores, job)
+
+    def _queue(self, jobs: deque[Job], job: Job) -> None:
         with self._changed:
-            self._stores.append(job)
+            jobs.append(job)
+            if self._over:
+                self._give_up(jobs)
             self._changed.notify_all()
 
     def drain(self) -> None:

@@ -147,7 +147,12 @@ class _Request:
 
 
 class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """The daemon as a tier. All methods are called by the scheduler's thread, one at a time."""
+    """The daemon as a tier. All methods are called by the scheduler's thread, one at a time.
+
+    It tells no KV events. vLLM takes one only with a medium, and what is told as stored must be told as removed: the
+    daemon's blocks move between media, are stored, evicted and fetched by others, and outlive this engine, so what one
+    engine told of them would be wrong for most of their life.
+    """
 
     # A block may lie in the daemon's memory, on disk or elsewhere: no medium would be true of all.
     medium: ClassVar[Any] = None
@@ -316,6 +321,12 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         index = chain.index(key, position, self._tokens[group])
         return None if index is None else (chain, index)
 
+    def _stands_alone(self, request: _Request, key: bytes) -> bool:
+        """Whether the key is of no chain: its group keeps none, or it ends within a chunk."""
+        group = group_of(key)
+        position = request.context._offload_key_positions.get(key)
+        return not self._chained[group] or (position is not None and position % self._tokens[group] != 0)
+
     # ---- lookups
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -368,9 +379,9 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
     def _questions_of(self, request: _Request) -> list[Question]:
         self._question += 1
         request.question = self._question
-        alone: dict[int, list[bytes]] = {}
+        alone: dict[tuple[int, bool], list[bytes]] = {}
         for key in request.wanted.keys() - request.alone.keys():
-            alone.setdefault(group_of(key), []).append(key[:HASH])
+            alone.setdefault((group_of(key), self._stands_alone(request, key)), []).append(key[:HASH])
         identity = request.context.req_id
         chains = {group: request.chains[group] for group in request.wanted_chains}
         # What was asked for before the answer came is known now.
@@ -379,8 +390,8 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
             for group, chain in chains.items()
             if chain.asked < len(chain.hashes) // HASH
         ] + [
-            Question(self._question, identity, group, b"".join(hashes), False, remote=not self._chained[group])
-            for group, hashes in alone.items()
+            Question(self._question, identity, group, b"".join(hashes), False, remote=remote)
+            for (group, remote), hashes in alone.items()
         ]
         request.wanted.clear()
         request.wanted_chains.clear()
@@ -438,19 +449,25 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         self._pending_stores[job_metadata.job_id] = len(keys)
         self._follow(request)
         ordered, runs = self._runs(request, keys, chunks)
+        self._mover.counts["dropped_chunks"] += len(keys) - len(ordered)
         self._mover.store(Job(job_metadata.job_id, ordered, runs=runs))
 
     def _runs(
         self, request: _Request, keys: Sequence[bytes], chunks: Sequence[int]
     ) -> tuple[tuple[bytes, ...], tuple[Run, ...]]:
-        """The keys in the order of the runs of consecutive blocks that they are."""
+        """The keys in the order of the runs of consecutive blocks that they are.
+
+        A key of a chain that has no place in it is left out: stored by itself its block would keep the chain from ever
+        being stored.
+        """
         alone: list[tuple[bytes, Run]] = []
         chained: dict[int, list[tuple[int, int, bytes]]] = {}
         for key, chunk in zip(keys, chunks, strict=True):
             group = group_of(key)
             place = self._place(request, key)
             if place is None:
-                alone.append((key, Run(self._groups[group], key[:HASH], 0, (chunk,))))
+                if self._stands_alone(request, key):
+                    alone.append((key, Run(self._groups[group], key[:HASH], 0, (chunk,))))
             else:
                 chained.setdefault(group, []).append((place[1], chunk, key))
         ordered: list[bytes] = []

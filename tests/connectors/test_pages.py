@@ -3,15 +3,17 @@
 import hashlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from conftest import DaemonProcess
 
 from kvcascade.connectors.pages import GROUP, HASH, Done, Job, Mover, Question, Run
-from kvcascade.daemon.attachment import Load, Session
+from kvcascade.daemon.attachment import Load, MappedPool, Reservation, Session
 from kvcascade.tiers.block import TAGGED, KVGroup, none_hash, probe_hashes
 from kvcascade.tiers.namespace import Namespace
 
@@ -20,14 +22,26 @@ PATIENCE_S = 30.0
 
 
 class LateSession(Session):
-    """Something happens between the daemon's answer to a load and the copy."""
+    """Something happens between the daemon's answer and the copy, or within the copy, once its bytes have moved."""
 
     between: Callable[[int], None] = staticmethod(lambda lease: None)
+    within: Callable[[], None] = staticmethod(lambda: None)
 
     def load(self, lease: int, count: int, **options: Any) -> Load:
         located = super().load(lease, count, **options)
         self.between(lease)
         return located
+
+    def reserve(self, *arguments: Any, **options: Any) -> Reservation:
+        reserved = super().reserve(*arguments, **options)
+        self.between(reserved.lease)
+        return reserved
+
+    @contextmanager
+    def copying(self, *held: Load | Reservation) -> Iterator[Mapping[int, MappedPool]]:
+        with super().copying(*held) as pools:
+            yield pools
+            self.within()
 
 
 def session(daemon: DaemonProcess, kind: type[Session] = Session) -> Session:
@@ -101,6 +115,100 @@ def test_a_slot_that_was_handed_on_before_the_copy_is_a_failed_load(
     assert (done.success, done.good) == (False, ())
     mover.close()
     other.close()
+
+
+@pytest.mark.parametrize("moment", ["between", "within"])
+def test_a_daemon_that_is_killed_around_a_copy_fails_the_load_once(daemon: DaemonProcess, moment: str) -> None:
+    """E1: the next daemon may have taken the memory over, so what was copied proves nothing."""
+    late, rows = session(daemon, LateSession), np.zeros((32, ROW), np.uint8)
+    mover = Mover(late, rows, {0: 0}, 5.0, 5.0)
+    mine = keys("a", 8)
+    assert store(mover, rows, mine).success
+    once = iter([daemon.kill])
+    setattr(late, moment, lambda *_: next(once, lambda: None)())
+    mover.load(Job(2, mine, chunks=tuple(range(20, 28))))
+    done = ended(mover)
+    assert (done.job_id, done.success, done.good) == (2, False, ())
+    daemon.start()
+    works_again(mover, rows)
+    assert not mover.results
+    mover.close()
+
+
+@pytest.mark.parametrize("moment", ["between", "within"])
+def test_a_daemon_that_is_killed_around_a_copy_has_stored_nothing(daemon: DaemonProcess, moment: str) -> None:
+    late, rows = session(daemon, LateSession), np.zeros((32, ROW), np.uint8)
+    mover = Mover(late, rows, {0: 0}, 5.0, 5.0)
+    late.attach()
+    once = iter([daemon.kill])
+    setattr(late, moment, lambda *_: next(once, lambda: None)())
+    done = store(mover, rows, keys("a", 8))
+    assert (done.success, done.good) == (False, ())
+    daemon.start()
+    works_again(mover, rows)
+    mover.load(Job(3, keys("a", 8), chunks=tuple(range(8))))
+    assert ended(mover).good == ()
+    mover.close()
+
+
+def works_again(mover: Mover, rows: npt.NDArray[np.uint8]) -> None:
+    """Asked as long as the daemon is left alone, it stores and loads byte for byte."""
+    deadline = time.monotonic() + PATIENCE_S
+    mine = keys("again", 4)
+    while not store(mover, rows, mine).success:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    rows[:] = 0
+    mover.load(Job(9, mine, chunks=(3, 2, 1, 0)))
+    assert ended(mover).good == mine
+    assert all((rows[3 - place] == pattern(key)).all() for place, key in enumerate(mine))
+
+
+def given_back(daemon: DaemonProcess) -> bool:
+    """Whether no slot waits for a writer any more."""
+    status = daemon.status()
+    quarantined = sum(session.get("quarantined", 0) for session in status["sessions"])
+    return not status["index"]["blocks"] and not quarantined
+
+
+def test_slots_that_were_taken_back_before_the_copy_are_written_by_nobody(
+    start_daemon: Callable[..., DaemonProcess],
+) -> None:
+    """A6: a store that comes too late for its reservation is dropped, and what others stored there stays true."""
+    daemon = start_daemon(dram="8MiB", disk="", disk_size="", leases_reservation="2s")
+    late, rows, others = session(daemon, LateSession), np.zeros((64, ROW), np.uint8), np.zeros((64, ROW), np.uint8)
+    mover, other = Mover(late, rows, {0: 0}, 5.0, 5.0), Mover(session(daemon), others, {0: 0}, 5.0, 5.0)
+
+    def hand_on(lease: int) -> None:
+        late.between = lambda lease: None  # type: ignore[attr-defined]
+        deadline = time.monotonic() + PATIENCE_S
+        while not given_back(daemon):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for name in range(6):
+            assert store(other, others, keys(f"other {name}", 30)).success
+
+    late.between = hand_on  # type: ignore[attr-defined]
+    done = store(mover, rows, keys("a", 8))
+    assert (done.success, done.good) == (False, ())
+    theirs = keys("other 5", 30)
+    others[:] = 0
+    other.load(Job(2, theirs, chunks=tuple(range(30))))
+    assert ended(other).good == theirs
+    assert all((others[place] == pattern(key)).all() for place, key in enumerate(theirs))
+    mover.load(Job(3, keys("a", 8), chunks=tuple(range(8))))
+    assert ended(mover).good == ()
+    mover.close()
+    other.close()
+
+
+def test_a_job_that_comes_after_the_end_fails_once(daemon: DaemonProcess) -> None:
+    rows = np.zeros((16, ROW), np.uint8)
+    mover = Mover(session(daemon), rows, {0: 0}, 5.0, 5.0)
+    mover.close()
+    mover.load(Job(1, keys("a", 2), chunks=(0, 1)))
+    mover.store(Job(2, keys("a", 2), runs=()))
+    assert [(done.job_id, done.success) for done in mover.results] == [(1, False), (2, False)]
 
 
 def test_draining_waits_for_the_copy_that_runs(daemon: DaemonProcess) -> None:

@@ -364,6 +364,19 @@ def test_a_hole_at_the_head_is_offered_again(make: Callable[..., Manager]) -> No
     expect_all(make().load(name="d", tokens=prompt(1)), 10)
 
 
+def test_a_chunk_whose_place_in_its_chain_is_not_known_keeps_nobody_from_storing_the_chain(
+    make: Callable[..., Manager],
+) -> None:
+    """By itself it would be the head of a chain of its own, under the name that the chain needs for it."""
+    manager = make()
+    manager.store(name="a", tokens=prompt(1), unnamed=3)
+    assert manager.stats() == {"dropped_chunks": 10}
+    other = make()
+    other.store(name="b", tokens=prompt(1))
+    assert other.stats() == {"stored_chunks": 10}
+    expect_all(make().load(name="c", tokens=prompt(1)), 10)
+
+
 def test_nothing_is_left_pinned_or_reserved(make: Callable[..., Manager], daemon: DaemonProcess) -> None:
     manager = make(groups=HYBRID, chunks=20)
     for name in range(6):

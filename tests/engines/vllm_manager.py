@@ -173,10 +173,15 @@ class Manager:
         return not self.manager.has_pending_work()
 
     def store(
-        self, name: str, tokens: list[int], skip: int = 0, params: Any = None, wait: float = 30.0
+        self, name: str, tokens: list[int], skip: int = 0, params: Any = None, wait: float = 30.0, unnamed: int = 0
     ) -> dict[str, Any]:
-        """The workers have computed the prompt: its chunks but the first `skip` of full groups go to vLLM's memory."""
+        """The workers have computed the prompt: its chunks but the first `skip` of full groups go to vLLM's memory.
+
+        The places of the first `unnamed` chunks are not told.
+        """
         context, keys = self.context(name, tokens, params)
+        for key in keys[0][:unnamed]:
+            del context._offload_key_positions[key]
         offered = []
         for group, mine in zip(self.groups, keys, strict=True):
             kept = mine[-window(group) :] if group.get("window") else mine[skip:]
