@@ -40,7 +40,7 @@ END_S: Final = 15.0
 BATCH_BYTES: Final = 32 << 20
 LOADERS: Final = 2
 # Blocks that other nodes are asked for are asked after this often: less and less while they do not come.
-AGAIN_FIRST_S, AGAIN_LAST_S, AGAIN_FACTOR = 0.004, 0.064, 1.5
+AGAIN_FIRST_S, AGAIN_LAST_S, AGAIN_FACTOR = 0.001, 0.064, 1.5
 LOOKUP_BATCHES: Final = 64  # queued; beyond it the lookup thread is far behind and new questions are misses
 CIRCUIT_FIRST_S, CIRCUIT_LAST_S = 0.5, 5.0
 # After holes, or an absence of the daemon, engines should offer all their blocks anew for so long, not only new ones.

@@ -1,6 +1,7 @@
 """The daemon's pools as a connector's copies see them: bytes of host memory, or tensors of a device's."""
 
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from functools import partial
@@ -20,15 +21,18 @@ log = logging.getLogger(__name__)
 
 
 class PoolViews:
-    """Slots of a session's pools, imported and pinned once a mapping. Thread-safe; used inside `Session.copying`."""
+    """Slots of sessions' pools, imported or pinned once a mapping and until it is closed.
+
+    Thread-safe; used inside `Session.copying`, of more than one session too: while weights change, the copies of the
+    old one go on beside those of the new.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """`device` is where the engine's KV lies: host pools are pinned for it if it is a GPU."""
         self._device = device
-        # All of this changes under _lock.
+        # Under _lock: imported memory; None for host memory, pinned where that is possible.
         self._lock = threading.Lock()
-        self._imports: dict[int, tuple[MappedPool, Memory]] = {}
-        self._pinned: dict[int, MappedPool] = {}  # what was pinned, or found not to be possible to pin
+        self._known: dict[MappedPool, Memory | None] = {}
 
     def slots(
         self, pools: Mapping[int, MappedPool], which: NDArray[np.uint8], pages: NDArray[np.uint32], nbytes: int
@@ -50,32 +54,47 @@ class PoolViews:
     def close(self) -> None:
         """Lets go of imported memory; no slot of it may be in use."""
         with self._lock:
-            for _, memory in self._imports.values():
-                memory.close()
-            self._imports.clear()
+            for memory in self._known.values():
+                if memory is not None:
+                    memory.close()
+            self._known.clear()
 
     def _memory(self, pool: MappedPool) -> Memory | None:
         """This process's import of a pool in a device's memory; None for one in host memory."""
         with self._lock:
-            if pool.fd is None:
-                self._pin(pool)
-                return None
-            known, memory = self._imports.get(pool.pool, (None, None))
-            if memory is None or known is not pool:
-                if memory is not None:
-                    memory.close()
-                memory = import_device_memory(pool.device, pool.fd, pool.size)
-                self._imports[pool.pool] = (pool, memory)
-            return memory
+            if pool not in self._known:
+                memory = None
+                if pool.fd is None:
+                    self._pin(pool)
+                else:
+                    memory = self._import(pool, pool.fd)
+                self._known[pool] = memory
+            return self._known[pool]
+
+    def _import(self, pool: MappedPool, fd: int) -> Memory:
+        memory = import_device_memory(pool.device, fd, pool.size)
+        pool.before_close = partial(self._forget, pool, os.getpid())
+        return memory
 
     def _pin(self, pool: MappedPool) -> None:
         """Unpinned copies are true too, only slower."""
-        if self._device.type != "cuda" or self._pinned.get(pool.pool) is pool:
+        pool.before_close = partial(self._forget, pool, os.getpid())
+        if self._device.type != "cuda":
             return
-        self._pinned[pool.pool] = pool
         device = f"cuda:{self._device.index or 0}"
         reason = register_host(pool.array(), device)
         if reason is None:
-            pool.before_close = partial(unregister_host, pool.array(), device)
+            pool.before_close = partial(self._forget, pool, os.getpid(), partial(unregister_host, pool.array(), device))
         else:
             log.warning("the %s pool is not pinned for %s reason=%s", pool.tier, device, reason)
+
+    def _forget(self, pool: MappedPool, owner: int, unpin: partial[None] | None = None) -> None:
+        """The mapping goes, and no copy touches it. A fork's child has none of what its parent did with the GPU."""
+        if os.getpid() != owner:
+            return
+        with self._lock:
+            memory = self._known.pop(pool, None)
+        if memory is not None:
+            memory.close()
+        if unpin is not None:
+            unpin()
