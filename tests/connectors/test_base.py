@@ -382,7 +382,7 @@ class ShelfScheduler(SchedulerConnector):
         loads, self._loads = tuple(self._loads), []
         failed, self._failed = tuple(self._failed), []
         kept, self._kept = frozenset(self._kept), set()
-        return StepPlan(loads, tuple(saves), failed, kept)
+        return StepPlan(loads, tuple(saves), failed=failed, kept=kept)
 
     def finished(self, request_id: str, blocks: BlockIds, final_tokens: int) -> bool:
         del self._requests[request_id]
