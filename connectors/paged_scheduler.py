@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 
 LATER = Match(0, MatchState.LATER)
 LOAD_THREADS = 8
+WAIT_THREADS = 32
+"""So many requests can be told at once what other nodes have; others are told when one of them has been."""
 LEAVE_ALONE_FIRST_S = 1.0
 LEAVE_ALONE_LAST_S = 30.0
 
@@ -91,7 +93,7 @@ class _Question:
     matched: list[int] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
     tiers: tuple[int, ...] = ()
-    asking: bool = False
+    until: float = 0.0  # while other nodes are asked: when the daemon answers at the latest, whatever they say
     places: Load | None = None
     error: str = ""
     done: bool = False
@@ -202,6 +204,7 @@ class PagedScheduler(SchedulerConnector):
         self._answered = threading.Condition(threading.Lock())
         self._asker = ThreadPoolExecutor(1, thread_name_prefix="kvcascade-ask")
         self._locator = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvcascade-load")
+        self._waiter = ThreadPoolExecutor(WAIT_THREADS, thread_name_prefix="kvcascade-wait")
         self._session = open_session(namespace.weights_epoch)
         self._epoch = namespace.weights_epoch
         self._lives: dict[str, _Life] = {}
@@ -305,21 +308,19 @@ class PagedScheduler(SchedulerConnector):
         if question is None:
             life.waiting_since = None
             return NO_MATCH
-        self._wait_for(question)
+        if not question.until:
+            self._wait_for(question)
         now = self._clock()
         since = life.waiting_since = now if life.waiting_since is None else life.waiting_since
         if not question.done:
-            if now - since < self._limits.patience:
+            if now - max(since, question.asked_at, question.until) < self._limits.patience:
                 return LATER
-            self._leave_alone()
+            if not question.until:
+                self._leave_alone()
             return self._miss(life, "unanswered")
         if question.error:
             return self._miss(life, "unavailable")
         self._pause = 0.0
-        patience = self._limits.handoff_patience if request.ticket else self._limits.remote_patience
-        if question.asking and now - since < patience:
-            self._ask(life, usable)
-            return LATER
         return self._judge(life, question)
 
     def _judge(self, life: _Life, question: _Question) -> Match:
@@ -489,6 +490,7 @@ class PagedScheduler(SchedulerConnector):
         self._closed = True
         self._asker.shutdown(wait=False, cancel_futures=True)
         self._locator.shutdown(wait=False, cancel_futures=True)
+        self._waiter.shutdown(wait=False, cancel_futures=True)
         self._session.close(self._limits.timeout)
 
     # ---- lookups
@@ -530,9 +532,10 @@ class PagedScheduler(SchedulerConnector):
         return question
 
     def _look_up(self, question: _Question, request: Request) -> None:
-        """On the asking thread."""
+        """On the asking thread; then, if other nodes are being asked, on one that waits for them."""
         session = question.session
-        began = self._clock()
+        asking = False
+        began = max(self._clock(), question.until)
         try:
             for number, window in enumerate(self._windows):
                 # Of a group with a window the whole chain is asked for, so that it counts as used, but not held.
@@ -541,7 +544,7 @@ class PagedScheduler(SchedulerConnector):
                 question.answers.append(answer)
                 question.first.append(0)
                 question.matched.append(answer.matched if answer.lease or window else 0)
-                question.asking |= answer.asking
+                asking |= answer.asking
             question.tiers = tuple(question.answers[self._told].tiers.tolist())
             self._hold_windows(question, request)
             first = question.answers[0]
@@ -557,16 +560,27 @@ class PagedScheduler(SchedulerConnector):
             question.error = f"{type(error).__name__}: {error}"
             log.exception("lookup failed request=%s", request.request_id)
         with self._answered:
+            if asking and not question.until and not question.error and not question.abandoned and not self._closed:
+                patience = self._limits.handoff_patience if request.ticket else self._limits.remote_patience
+                question.until = self._clock() + patience
+                self._waiter.submit(self._look_up_again, question, request)
+                return
             question.done = True
             unwanted = question.abandoned
             self._answered.notify_all()
         if unwanted or question.error:
             self._release(session, [answer.lease for answer in question.answers])
 
+    def _look_up_again(self, question: _Question, request: Request) -> None:
+        """On a thread that may wait: the lease is the same, and the daemon answers once other nodes have."""
+        question.answers, question.matched, question.first = [], [], []
+        self._look_up(question, request)
+
     def _ask_for(
         self, question: _Question, request: Request, group: int, first: int, end: int, *, hold: bool = True
     ) -> Lookup:
-        """Blocks [first, end) of a chain. On the asking thread, as the next one."""
+        """Blocks [first, end) of a chain. On the thread of `_look_up`, as the next one."""
+        wait = max(0.0, question.until - self._clock()) if question.until else 0.0
         return question.session.lookup(
             b"".join(request.hashes[group][first:end]),
             request=f"{request.request_id}/{group}"[-128:],
@@ -574,8 +588,10 @@ class PagedScheduler(SchedulerConnector):
             pin=hold,
             promote=hold,
             each=first > 0,
+            remote=not first,
             ticket=request.ticket,
-            timeout=self._limits.timeout,
+            wait_ms=int(wait * 1000),
+            timeout=wait + self._limits.timeout,
         )
 
     def _hold_windows(self, question: _Question, request: Request) -> None:

@@ -9,10 +9,11 @@ refused while the engine starts, by the name of the flag to change; after that n
 
 Options, in `kv_connector_extra_config`: `socket`, the daemon's (else KVCASCADE_SOCKET, else this user's default);
 `sync_budget_bytes`, how much may be loaded within one step; `load_wait_s`, how long a load may take for blocks to come
-up from disk; `step_wait_s`, how long the scheduler waits for answers in one step (0.0005); `handoff_keep_s`, how long a
-prompt stays that was handed off (60); `seed`, which this engine must have; `model_identity`, for weights that are not
-files; `weights_epoch`, the version of weights that are updated under the same name. A request may say
-`kv_transfer_params: {"kvcascade": "off"}`, or "read" or "write" for one of both.
+up from disk; `step_wait_s`, how long the scheduler waits for answers in one step (0.0005); `remote_wait_s`, how long a
+request waits while other nodes are asked for its prefix (2); `handoff_keep_s`, how long a prompt stays that was handed
+off (60); `seed`, which this engine must have; `model_identity`, for weights that are not files; `weights_epoch`, the
+version of weights that are updated under the same name. A request may say `kv_transfer_params: {"kvcascade": "off"}`,
+or "read" or "write" for one of both.
 
 Roles: `kv_both` loads and stores, and so does `kv_producer`, since a prefill engine gains most from prefixes that are
 there; `kv_consumer` loads alone. A request with `do_remote_decode` is handed off to another engine by whoever stores
@@ -77,6 +78,7 @@ OPTIONS = (
     "load_wait_s",
     "step_wait_s",
     "handoff_keep_s",
+    "remote_wait_s",
     "seed",
     "model_identity",
     "weights_epoch",
@@ -297,7 +299,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         names = self._offered.sources
         if names is None or not isinstance(self._paged, PagedScheduler):
             return {}
-        by_tier: dict[int, Any] = {Tier.HBM: names.DEVICE, Tier.DRAM: names.HOST, Tier.DISK: names.DISK}
+        by_tier: dict[int, Any] = {
+            Tier.HBM: names.DEVICE, Tier.DRAM: names.HOST, Tier.DISK: names.DISK, Tier.PEER: names.P2P
+        }  # fmt: skip
         found: dict[Any, int] = {}
         try:
             for tier, tokens in self._paged.sources(request.request_id, num_external_tokens).items():
@@ -705,6 +709,7 @@ def _limits(options: Mapping[str, Any]) -> Limits:
         ("load_wait_s", "load_wait"),
         ("step_wait_s", "step_wait"),
         ("handoff_keep_s", "handoff_keep"),
+        ("remote_wait_s", "remote_patience"),
     ):
         value = options.get(option)
         if value is None:
