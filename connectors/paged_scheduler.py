@@ -543,7 +543,9 @@ class PagedScheduler(SchedulerConnector):
                 answer = self._ask_for(question, request, number, 0, end, hold=not window)
                 question.answers.append(answer)
                 question.first.append(0)
-                question.matched.append(answer.matched if answer.lease or window else 0)
+                matched = answer.matched if answer.lease or window else 0
+                # A drafter's KV of a block's last token depends on the token behind it, which the hash does not cover.
+                question.matched.append(max(0, matched - (number in self._volatile)))
                 asking |= answer.asking
             question.tiers = tuple(question.answers[self._told].tiers.tolist())
             self._hold_windows(question, request)

@@ -163,7 +163,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for name in options:
             if name not in OPTIONS:
                 raise ConfigError(f"kv_connector_extra_config: {name!r:.60} is not one of {', '.join(OPTIONS)}")
-        refuse_unsupported(vllm_config, options)
+        refuse_unsupported(vllm_config, options, self._offered)
         self._options = options
         self._shape = shape_of(vllm_config, kv_cache_config)
         self._namespace = namespace_of(vllm_config, self._shape, options)
@@ -252,6 +252,11 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def requires_kv_delivery(self) -> bool:
         """A cache may forget: a preempted request's output need not wait for its KV to be stored."""
         return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """No copy touches KV between `unregister_kv_caches` and `restore_kv_caches`."""
+        return True
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -405,17 +410,21 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             wishes = self._wishes_of(request)
             transfer = self._kv_transfer_config
             hashes = tuple(_Hashes(request, ratio) for ratio in self._shape.hash_ratios)
+            # An adapter that replaces another under its name has that one's hashes too.
+            named = not getattr(getattr(request, "lora_request", None), "load_inplace", False)
             known = Request(
                 request.request_id,
                 request.num_tokens,
                 hashes,
                 request.all_token_ids,
                 request.num_prompt_tokens,
-                reads=wishes.reads and not request.skip_reading_prefix_cache,
+                reads=named and wishes.reads and not request.skip_reading_prefix_cache,
                 # A streaming session replaces tokens that were computed, so that their blocks are not final.
-                writes=wishes.writes and transfer.is_kv_producer and not getattr(request, "resumable", False),
+                writes=(
+                    named and wishes.writes and transfer.is_kv_producer and not getattr(request, "resumable", False)
+                ),
                 ticket=wishes.handoff.ticket if wishes.handoff is not None else b"",
-                hands_off=wishes.hands_off and transfer.is_kv_producer,
+                hands_off=named and wishes.hands_off and transfer.is_kv_producer,
             )
             self._described[request.request_id] = known
         return known

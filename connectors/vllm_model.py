@@ -48,6 +48,8 @@ class Offered:
     """The enumeration of where hits come from, for `vllm:prompt_tokens_cached_by_source`; None where there is none."""
     evicts: bool
     """Whether blocks can be thrown out of the engine's own prefix cache."""
+    tells_of_sleep: bool
+    """Whether a worker is told before the memory of its KV goes, and when it is back."""
 
     @classmethod
     def here(cls) -> "Offered":
@@ -67,7 +69,12 @@ class Offered:
             raise ConfigError(f"vllm {version} does not offer {', '.join(missing)}; use vllm {TRIED[0]} or newer")
         if not version.startswith(TRIED):
             log.warning("vllm %s was not tried with this connector (tried: %s); going on", version, ", ".join(TRIED))
-        return cls(version, getattr(hooks, "CacheHitSource", None), hasattr(KVCacheManager, "evict_blocks"))
+        return cls(
+            version,
+            getattr(hooks, "CacheHitSource", None),
+            hasattr(KVCacheManager, "evict_blocks"),
+            hasattr(hooks.KVConnectorBase_V1, "unregister_kv_caches"),
+        )
 
 
 def _fields(kind: Any) -> set[str]:
@@ -91,7 +98,7 @@ class Shape:
     volatile: frozenset[int]
 
 
-def refuse_unsupported(config: Any, options: Mapping[str, Any]) -> None:
+def refuse_unsupported(config: Any, options: Mapping[str, Any], offered: Offered) -> None:
     """Raises ConfigError, naming the flag to change, for what would be stored wrongly or never be found."""
     cache, parallel = config.cache_config, config.parallel_config
     algo = cache.prefix_caching_hash_algo
@@ -123,6 +130,11 @@ def refuse_unsupported(config: Any, options: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"kv_cache_dtype: {kv_dtype} keeps scales beside the values; "
             f"use --kv-cache-dtype auto, bfloat16, float16, {', '.join(_FP8)}"
+        )
+    if getattr(config.model_config, "enable_sleep_mode", False) and not offered.tells_of_sleep:
+        raise ConfigError(
+            f"enable_sleep_mode: vllm {offered.version} does not tell its connectors when the memory of the KV goes: "
+            "start it without --enable-sleep-mode, or use vllm 0.33 or newer"
         )
     if config.model_config.is_encoder_decoder:
         raise ConfigError("model: encoder-decoder models are not handled")

@@ -6,7 +6,6 @@ The model is one of ours that shows every wrong byte in its tokens (engines/vllm
 import os
 import random
 import signal
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ import pytest
 from engines.faulty_daemon import Rules
 from engines.scripted import eventually
 from engines.scripted import prompt as other
-from engines.vllm_engine import Vllm, VllmError
+from engines.vllm_engine import Vllm, VllmError, sources
+from engines.vllm_lab import Lab, at_random, in_memory, pins, prompt, stored
 from engines.vllm_side import expected
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -24,64 +24,11 @@ BLOCK = 16
 MEGA = 1 << 20
 
 
-def prompt(name: int, tokens: int) -> list[int]:
-    return [(i * 31 + 7 * name + 3) % 1000 for i in range(tokens)]
-
-
-class Lab:
-    """One scheduler, worker and model of ours, in the module's process."""
-
-    def __init__(self, process: Vllm, model: Path, daemon: Any, **options: Any) -> None:
-        self._process = process
-        self._window = int(options.get("window", 0))
-        process.call("close")
-        process.call("lab", str(model), str(daemon.socket), **options)
-        self.prompts: dict[str, tuple[list[int], int]] = {}
-
-    def __getattr__(self, step: str) -> Any:
-        return lambda *arguments, **named: self._process.do(step, *arguments, **named)
-
-    def get(self, name: str) -> Any:
-        return self._process.get(name)
-
-    def add(self, name: str, tokens: list[int], count: int = 4, **options: Any) -> None:
-        self.prompts[name] = (tokens, count)
-        self._process.do("add", name, tokens, count, **options)
-
-    def serve(self, name: str, tokens: list[int], count: int = 4, **options: Any) -> int:
-        """Runs one request to its end, proves its tokens, and says how many tokens were computed for it."""
-        before = self.get("computed")
-        self.add(name, tokens, count, **options)
-        self.run(name)
-        self.prove(name)
-        return int(self.get("computed")) - before
-
-    def prove(self, *names: str) -> None:
-        for name in names:
-            tokens, count = self.prompts[name]
-            assert self.report(name)["tokens"] == expected(tokens, count, self._window), name
-
-    def sound(self) -> None:
-        """Nothing is left over, and nothing was told twice or written to what was free."""
-        assert self.idle() == 0
-        assert self.get("faults") == []
-        received = Counter(self.get("received"))
-        loads = Counter(self.get("loads"))
-        assert received == loads
-
-    def step_until(self, condition: Callable[[], bool], steps: int = 200) -> None:
-        for _ in range(steps):
-            if condition():
-                return
-            self.step()
-        raise AssertionError("it did not come to that")
-
-
 @pytest.fixture(scope="module")
 def process(start_vllm: Callable[..., Vllm]) -> Vllm:
-    """VLLM_SOURCES names a folder with another version's Python code, as unpacked from its wheel, to run instead."""
-    other_version = os.environ.get("VLLM_SOURCES")
-    return start_vllm(first=[Path(other_version)] if other_version else [])
+    """With the variable VLLM_SOURCES the Python code of that version of vLLM runs instead."""
+    version = os.environ.get("VLLM_SOURCES")
+    return start_vllm(first=[sources(version)] if version else [])
 
 
 @pytest.fixture
@@ -89,20 +36,6 @@ def start_lab(process: Vllm, tiny_model: Path) -> Iterator[Callable[..., Lab]]:
     """Opens a lab in place of the one before, as a restarted engine."""
     yield lambda daemon, **options: Lab(process, tiny_model, daemon, **options)
     process.call("close")
-
-
-def stored(lab: Lab, daemon: Any, blocks: int) -> None:
-    """Waits until so many blocks are stored."""
-    eventually(lambda: sum(tier["blocks"] for tier in daemon.status()["tiers"] if tier["name"] == "dram") >= blocks)
-
-
-def in_memory(daemon: Any) -> int:
-    """Blocks in DRAM."""
-    return int(next(tier["blocks"] for tier in daemon.status()["tiers"] if tier["name"] == "dram"))
-
-
-def pins(daemon: Any) -> int:
-    return int(daemon.status()["leases"]["pins"])
 
 
 # ---- what is loaded
@@ -488,6 +421,60 @@ def test_with_several_groups_a_failed_load_is_told_by_request(start_lab, start_d
     lab.sound()
 
 
+# ---- drafts, adapters, images, salts
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_of_guessed_tokens_only_those_that_were_right_are_stored(start_lab, daemon, window):
+    lab = start_lab(daemon, drafts=3, window=window, prefix_caching=False)
+    for name in range(3):
+        lab.add(f"cold {name}", prompt(name, 40), 60)
+    lab.run(*lab.prompts)
+    lab.prove(*lab.prompts)
+    assert lab.get("accepted") > 30
+    lab.sound()
+    for drafts in (0, 3):
+        lab = start_lab(daemon, drafts=drafts, window=window, prefix_caching=False)
+        for name in range(3):
+            drawn = expected(prompt(name, 40), 60, window)
+            before = lab.get("computed")
+            lab.add(f"next turn {name}", prompt(name, 40) + drawn, 1)
+            lab.run(f"next turn {name}")
+            lab.prove(f"next turn {name}")
+            assert lab.get("computed") - before == 100 - 96
+        lab.sound()
+
+
+def test_of_a_group_with_a_drafter_the_last_block_is_neither_stored_while_it_decodes_nor_taken(start_lab, daemon):
+    lab = start_lab(daemon, eagle=True, prefix_caching=False)
+    lab.serve("cold", prompt(1, 100), 30)
+    lab.sound()
+    assert in_memory(daemon) == 7  # of 129 tokens that were computed
+    assert lab.serve("warm", prompt(1, 100), 30) == 129 - 80
+    lab.sound()
+
+
+@pytest.mark.parametrize("kind", ["lora", "image", "salt"])
+def test_what_adapters_images_and_salts_set_apart_is_never_shared(start_lab, daemon, kind):
+    lab = start_lab(daemon, prefix_caching=False)
+    cases = [{}, {kind: "one", "flavour": 1}, {kind: "two", "flavour": 2}]
+    for number, options in enumerate(cases):
+        assert lab.serve(f"cold {number}", prompt(1, 100), **options) == 103
+    stored(lab, daemon, 18)
+    for number, options in enumerate(cases):
+        assert lab.serve(f"warm {number}", prompt(1, 100), **options) == 7
+    lab.sound()
+
+
+def test_an_adapter_that_replaces_one_of_the_same_name_shares_nothing(start_lab, daemon):
+    lab = start_lab(daemon, prefix_caching=False)
+    lab.serve("old", prompt(1, 100), lora="one", flavour=1)
+    stored(lab, daemon, 6)
+    for name in ("new", "again"):
+        assert lab.serve(name, prompt(1, 100), lora="one", flavour=2, replaced=True) == 103
+    lab.sound()
+
+
 # ---- the daemon's troubles
 
 
@@ -536,6 +523,26 @@ def test_after_a_reset_nothing_older_is_found(start_lab, daemon):
     lab.sound()
 
 
+def test_nothing_touches_the_memory_of_a_sleeping_engine_and_after_it_everything_works(start_lab, daemon):
+    lab = start_lab(daemon, prefix_caching=False)
+    lab.serve("stored", prompt(1, 100))
+    stored(lab, daemon, 6)
+    lab.hold("copy")
+    lab.add("loads", prompt(1, 100))
+    lab.step_until(lambda: bool(lab.get("loads")))
+    lab.step()
+    lab.release("copy")
+    lab.run("loads")
+    lab.prove("loads")
+    lab.sleep()
+    assert lab.wake()
+    # vLLM has reset all caches on its way to sleep: nobody says whether the weights are still the same.
+    assert lab.serve("awake", prompt(1, 100)) == 103
+    stored(lab, daemon, 12)
+    assert lab.serve("again", prompt(1, 100)) == 7
+    lab.sound()
+
+
 # ---- events, refusals
 
 
@@ -564,6 +571,7 @@ def test_stored_blocks_are_announced_with_their_tokens(start_lab, daemon):
         ({"extra": {"sync_budget_bytes": -1}}, "sync_budget_bytes must be a number"),
         ({"kv_dtype": "int8_per_token_head"}, "--kv-cache-dtype"),
         ({"stages": 2}, "--pipeline-parallel-size 1"),
+        ({"recurrent": True}, "layer model.layers.9.mixer keeps its KV as MambaSpec: a recurrent state"),
     ],
 )
 def test_what_cannot_be_stored_rightly_is_refused_by_the_flag_to_change(start_lab, daemon, options, told):
@@ -572,45 +580,17 @@ def test_what_cannot_be_stored_rightly_is_refused_by_the_flag_to_change(start_la
     assert told in str(raised.value)
 
 
+def test_sleep_mode_is_refused_where_vllm_does_not_tell_of_it(start_lab, daemon, process):
+    if process.call("tells_of_sleep"):
+        start_lab(daemon, sleeps=True)
+        return
+    with pytest.raises(VllmError, match="without --enable-sleep-mode"):
+        start_lab(daemon, sleeps=True)
+
+
 # ---- everything at once
 
 
 @pytest.mark.parametrize(("seed", "window"), [("7", 0), ("21", 0), ("27", 0), ("1", 40), ("2", 24)])
 def test_tokens_are_right_whatever_happens_at_random(start_lab, start_daemon, seed, window):
-    # Faults E1, M1: a small pool, so that requests are preempted, and aborts, resets, slow answers and a killed daemon.
-    daemon = start_daemon(dram="8MiB", dram_slab="1MiB")
-    chance = random.Random(seed)
-    extra = {"sync_budget_bytes": 20_000}
-    lab = start_lab(daemon, blocks=42 if window else 26, extra=extra, max_tokens_a_step=48, window=window)
-    heads = [prompt(name, 64) for name in range(4)]
-    aborted: set[str] = set()
-    for number in range(120):
-        name = f"r{number}"
-        tail = prompt(100 + chance.randrange(6), chance.randrange(1, 40))
-        lab.add(name, chance.choice(heads)[: chance.choice((16, 40, 64))] + tail, chance.randrange(1, 20))
-        for _ in range(chance.randrange(4)):
-            lab.step()
-        what = chance.random()
-        if what < 0.1:
-            victim = chance.choice(list(lab.prompts))
-            lab.abort(victim)
-            aborted.add(victim)
-        elif what < 0.2:
-            try:
-                lab.preempt_all()
-            except VllmError as error:
-                assert "Failed to reset KV cache" in str(error)  # vLLM's own, while a request is being loaded
-        elif what < 0.4:
-            point = chance.choice(("ask", "load", "copy"))
-            lab.hold(point)
-            for _ in range(chance.randrange(3)):
-                lab.step()
-            lab.release(point)
-        elif what < 0.43:
-            daemon.kill()
-            daemon.start()
-    lab.sound()
-    done = [name for name in lab.prompts if name not in aborted]
-    lab.prove(*done)
-    assert all(value >= 0 for value in lab.counters().values())
-    eventually(lambda: pins(daemon) == 0)
+    at_random(start_lab, start_daemon, seed, window)

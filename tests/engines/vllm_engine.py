@@ -18,6 +18,7 @@ import cbor2
 ROOT = Path(__file__).parents[2]
 SIDE = Path(__file__).with_name("vllm_side.py")
 INSTALL = Path(__file__).parent / "vllm" / "install.sh"
+SOURCES = Path(__file__).parent / "vllm" / "sources.sh"
 PATIENCE_S = 240.0
 NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "typing", "*.egg-info", "__pycache__")
 
@@ -28,11 +29,19 @@ class VllmError(Exception):
 
 def environment() -> Path:
     """The Python of the environment with vLLM, made now if it is not there. AssertionError says why it cannot be."""
-    done = subprocess.run(
-        [INSTALL], capture_output=True, text=True, env=os.environ | {"PYTHON": sys.executable}, timeout=900
-    )
+    return _made(INSTALL) / "bin" / "python"
+
+
+def sources(version: str) -> Path:
+    """A folder with the Python code of another version of vLLM, to stand before the environment's own; as above."""
+    return _made(SOURCES, version)
+
+
+def _made(script: Path, *arguments: str) -> Path:
+    surroundings = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run([script, *arguments], capture_output=True, text=True, env=surroundings, timeout=900)
     assert done.returncode == 0, f"the environment with vLLM cannot be made (`make engines`):\n{done.stderr[-2000:]}"
-    return Path(done.stdout.strip()) / "bin" / "python"
+    return Path(done.stdout.strip())
 
 
 def packed(folder: Path) -> Path:

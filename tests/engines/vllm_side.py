@@ -10,6 +10,7 @@ filled with poison between the steps, and are looked at again before: a copy int
 
 import json
 import os
+import random
 import sys
 import threading
 import time
@@ -44,14 +45,14 @@ def drawn(value: int, window: list[int]) -> int:
     return (value + sum(window)) % 991
 
 
-def expected(tokens: list[int], count: int, window: int = 0) -> list[int]:
-    """What the model draws after `tokens`, by itself."""
+def expected(tokens: list[int], count: int, window: int = 0, flavour: int = 0) -> list[int]:
+    """What the model draws after `tokens`, by itself. `flavour`: what an adapter or an image does to it."""
     values: list[int] = []
     tokens = list(tokens)
     out: list[int] = []
     while len(out) < count:
         for position in range(len(values), len(tokens)):
-            values.append(next_value(values[-1] if values else 0, tokens[position], position))
+            values.append(next_value(values[-1] if values else flavour, tokens[position], position))
         kept = [in_window(value) for value in values[-window:]] if window else []
         out.append(drawn(values[-1], kept))
         tokens.append(out[-1])
@@ -108,10 +109,16 @@ class Lab:
         kv_dtype: str = "auto",
         stages: int = 1,
         window: int = 0,
+        drafts: int = 0,
+        eagle: bool = False,
+        recurrent: bool = False,
+        sleeps: bool = False,
     ) -> None:
         """`multi`: "chosen" or "sibling", whether ours is the child of a MultiConnector whose hit is taken.
 
-        `window`: tokens that a second KV group's layers see, or 0 for one group alone.
+        `window`: tokens that a second KV group's layers see, or 0 for one group alone. `drafts`: tokens that are
+        guessed for each step, some of them wrong. `eagle`: the first group holds a drafter's layers too. `recurrent`:
+        another group keeps a state. `sleeps`: started with sleep mode.
         """
         from vllm.config import (
             CacheConfig,
@@ -119,7 +126,9 @@ class Lab:
             KVEventsConfig,
             KVTransferConfig,
             ModelConfig,
+            ParallelConfig,
             SchedulerConfig,
+            SpeculativeConfig,
             VllmConfig,
         )
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -127,7 +136,13 @@ class Lab:
         from vllm.utils.hashing import sha256_cbor
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+        from vllm.v1.kv_cache_interface import (
+            FullAttentionSpec,
+            KVCacheConfig,
+            KVCacheGroupSpec,
+            MambaSpec,
+            SlidingWindowSpec,
+        )
         from vllm.v1.structured_output import StructuredOutputManager
 
         init_none_hash(sha256_cbor)
@@ -157,8 +172,15 @@ class Lab:
         )
         cache.cache_dtype = kv_dtype
         cache.kv_cache_layout = "LBHNC"
+        target = ModelConfig(model=model, dtype="float32", seed=0, skip_tokenizer_init=True)
+        guesses = SpeculativeConfig(
+            method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=2, target_model_config=target,
+            target_parallel_config=ParallelConfig(),
+        ) if drafts else None  # fmt: skip
+        self._drafts, self._chance = drafts, random.Random(0)
         self.config = VllmConfig(
-            model_config=ModelConfig(model=model, dtype="float32", seed=0, skip_tokenizer_init=True),
+            model_config=target,
+            speculative_config=guesses,
             scheduler_config=SchedulerConfig(
                 max_num_seqs=16,
                 max_num_batched_tokens=max_tokens_a_step,
@@ -173,6 +195,7 @@ class Lab:
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
         )
         self.config.parallel_config.pipeline_parallel_size = stages
+        target.enable_sleep_mode = sleeps  # which a CPU has not: what vLLM then calls, `sleep` and `wake` do
         sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": HEADS, "head_size": HEAD_DIM, "dtype": torch.float32}
         specs = [FullAttentionSpec(**sizes)]
         if window:
@@ -182,6 +205,10 @@ class Lab:
             for group in range(len(specs))
         ]
         groups = [KVCacheGroupSpec(mine, spec) for mine, spec in zip(names, specs, strict=True)]
+        groups[0].is_eagle_group = eagle
+        if recurrent:
+            state = MambaSpec(block_size=BLOCK_TOKENS, shapes=((8, 8),), dtypes=(torch.float32,))
+            groups.append(KVCacheGroupSpec(["model.layers.9.mixer"], state))
         cached = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         cache.num_gpu_blocks = blocks
         self.scheduler = Scheduler(
@@ -202,6 +229,8 @@ class Lab:
         self.worker.register_kv_caches(layers)
         self._pattern = (torch.arange(HEADS)[:, None] * 64 + torch.arange(2 * HEAD_DIM)[None]) % 7
         self.requests: dict[str, Any] = {}
+        self._flavours: dict[str, int] = {}
+        self.accepted = 0  # of the tokens that were guessed
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.told: dict[str, Any] = {}  # what a request that ended gave its client
@@ -226,8 +255,24 @@ class Lab:
 
     # ---- requests
 
-    def add(self, name: str, tokens: list[int], count: int = 4, parameters: Any = None, skip: bool = False) -> None:
+    def add(
+        self,
+        name: str,
+        tokens: list[int],
+        count: int = 4,
+        parameters: Any = None,
+        skip: bool = False,
+        flavour: int = 0,
+        lora: str = "",
+        image: str = "",
+        salt: str = "",
+        replaced: bool = False,
+    ) -> None:
+        """`flavour` must differ where `lora`, `image` or `salt` do. `replaced`: the adapter's weights are new."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+        from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+        from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
         from vllm.v1.request import Request
 
         sampling = SamplingParams(max_tokens=count, ignore_eos=True)
@@ -242,7 +287,14 @@ class Lab:
             sampling_params=sampling,
             pooling_params=None,
             block_hasher=self._hasher,
+            lora_request=LoRARequest(lora, flavour, f"/adapters/{lora}", load_inplace=replaced) if lora else None,
+            cache_salt=salt or None,
+            mm_features=[MultiModalFeatureSpec(None, "image", image, PlaceholderRange(3, 40))] if image else None,
         )
+        if image and not self.scheduler.max_num_encoder_input_tokens:
+            self.scheduler.max_num_encoder_input_tokens = 4096
+            self.scheduler.encoder_cache_manager = EncoderCacheManager(4096)
+        self._flavours[name] = flavour
         self.requests[name] = request
         self.outputs[name] = []
         self.scheduler.add_request(request)
@@ -255,6 +307,18 @@ class Lab:
     def preempt_all(self) -> bool:
         """As a reset of the prefix cache does it to running requests."""
         return bool(self.scheduler.reset_prefix_cache(reset_running_requests=True))
+
+    def sleep(self) -> None:
+        """As the engine's level 1, but that the memory stays, to be looked at: nobody may write to it."""
+        self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        self.worker.unregister_kv_caches()
+        self.kv[:] = POISON
+
+    def wake(self) -> bool:
+        """Whether nobody has touched the memory."""
+        untouched = bool((self.kv == POISON).all())
+        self.worker.restore_kv_caches()
+        return untouched
 
     def finish_again(self, name: str) -> None:
         self.scheduler.connector.request_finished_all_groups(self.requests[name], ([],))
@@ -298,6 +362,8 @@ class Lab:
         self._look_at_poison()
         output = self._execute(planned)
         told = self.scheduler.update_from_output(planned, output)
+        if self._drafts:
+            self._guess(list(planned.num_scheduled_tokens))
         for outputs in told.values():
             if outputs.scheduler_stats is not None:
                 self._count(outputs.scheduler_stats.kv_connector_stats or {})
@@ -321,7 +387,8 @@ class Lab:
         if planned.has_sync_kv_loads:
             worker.start_load_kv(None)
         names = list(planned.num_scheduled_tokens)
-        sampled = [self._forward(name, planned.num_scheduled_tokens[name]) for name in names]
+        guessed = planned.scheduled_spec_decode_tokens
+        sampled = [self._forward(name, planned.num_scheduled_tokens[name], guessed.get(name, [])) for name in names]
         if not planned.has_sync_kv_loads:
             worker.start_load_kv(None)
         worker.wait_for_save()
@@ -346,14 +413,27 @@ class Lab:
             kv_connector_output=connector_output,
         )
 
-    def _forward(self, name: str, count: int) -> list[int]:
+    def _guess(self, names: list[str]) -> None:
+        """What a drafter would say: the next tokens, mostly with an error among them."""
+        from vllm.v1.outputs import DraftTokenIds
+
+        guesses = []
+        for name in names:
+            tokens = list(self.requests[name].all_token_ids)
+            right = expected(tokens, self._drafts, self._window, self._flavours[name])
+            wrong = self._chance.randrange(self._drafts + 1)
+            guesses.append([(token + (place == wrong)) % 991 for place, token in enumerate(right)])
+        self.scheduler.update_draft_token_ids(DraftTokenIds(names, guesses))
+
+    def _forward(self, name: str, count: int, guessed: list[int]) -> list[int]:
         request = self.scheduler.requests[name]
         end = request.num_computed_tokens  # the scheduler counts them before they are computed
-        tokens = list(request.all_token_ids)
+        known = len(request.all_token_ids)
+        tokens = [*request.all_token_ids, *guessed]
         tables = self.scheduler.kv_cache_manager.get_block_ids(name)
         value = 0
         for position in range(end - count, end):
-            before = self._read(0, tables, position - 1) if position else 0
+            before = self._read(0, tables, position - 1) if position else self._flavours[name]
             value = next_value(before, tokens[position], position)
             self._write(0, tables, position, value)
             if self._window:
@@ -361,9 +441,16 @@ class Lab:
         self.computed += count
         if end < len(tokens):
             return []
-        # vLLM's window counts the token itself.
-        seen = range(max(0, end - self._window), end) if self._window else range(0)
-        return [drawn(value, [self._read(1, tables, position) for position in seen])]
+        sampled = []
+        for end in range(known, len(tokens) + 1):
+            # vLLM's window counts the token itself.
+            seen = range(max(0, end - self._window), end) if self._window else range(0)
+            value = self._read(0, tables, end - 1)
+            sampled.append(drawn(value, [self._read(1, tables, position) for position in seen]))
+            if end < len(tokens) and sampled[-1] != tokens[end]:
+                break
+        self.accepted += len(sampled) - 1
+        return sampled
 
     def _write(self, group: int, tables: Any, position: int, value: int) -> None:
         block = tables[group][position // BLOCK_TOKENS]
@@ -596,6 +683,11 @@ class Side:
         import vllm
 
         return str(vllm.__version__)
+
+    def tells_of_sleep(self) -> bool:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+        return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
     def debug(self) -> None:
         import logging
