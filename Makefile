@@ -14,12 +14,13 @@ INSTALLED := $(VENV)/.installed
 PACKAGES := daemon tiers connectors config
 PIP := $(BIN)/python -P -m pip -qq --disable-pip-version-check --no-input
 
-.PHONY: help demo demo-cluster tools test check bench bench-vllm stress engines dev links clean
+.PHONY: help demo demo-cluster tools test test-newer check bench bench-vllm stress engines dev links clean
 
 help:
 	@echo 'make demo    the main job end to end: cold, from another process, after a restart'
 	@echo 'make demo-cluster  two nodes and one Redis: a prefix computed here, loaded there'
 	@echo 'make test    the tests, in random order, warnings as errors'
+	@echo 'make test-newer  those of the connector for vLLM, with the scheduler of vLLM 0.33.0'
 	@echo 'make check   lint, format, types'
 	@echo 'make bench   the figures, a plot and build/bench/results.json'
 	@echo 'make bench-vllm  time to first token with vLLM on the CPU, and a replay of real traffic'
@@ -51,6 +52,11 @@ test: $(INSTALLED) engines tools
 
 engines: $(INSTALLED)
 	@PYTHON=$(BIN)/python tests/engines/vllm/install.sh >/dev/null
+	@PYTHON=$(BIN)/python tests/engines/vllm/sources.sh 0.33.0 >/dev/null
+
+# All that drives vLLM's scheduler, by the newest version's.
+test-newer: $(INSTALLED) engines
+	VLLM_SOURCES=0.33.0 $(BIN)/pytest tests/connectors/test_vllm_scheduler.py
 
 stress: $(INSTALLED)
 	$(BIN)/pytest -m stress
