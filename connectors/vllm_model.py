@@ -277,7 +277,8 @@ def model_identity(config: Any, given: str | None, how: str) -> str:
         effective["kvcascade.dummy_seed"] = model.seed
     else:
         files = _weight_files(model, load, how)
-    if draft is not None:
+    # Drafters without a model of their own name the target's.
+    if draft is not None and _effective(draft) != _effective(model):
         # Its layers' KV lies in the same blocks.
         effective["kvcascade.draft"] = _effective(draft)
         if given is None and draft.model != model.model:
