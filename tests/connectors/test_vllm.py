@@ -120,6 +120,32 @@ def test_the_same_tokens_cold_warm_and_in_other_engines(engine, plain, node, sta
     again.close()
 
 
+def test_with_drafts_the_same_tokens_are_drawn_and_stored_for_an_engine_without(
+    start_vllm, start_daemon, tiny_model, plain
+):
+    daemon = start_daemon()
+    engine = start_vllm()
+    guesses = {"method": "custom_class", "model": "vllm_guesser.Guesser", "num_speculative_tokens": 3}
+    engine.call("real", str(tiny_model), str(daemon.socket), speculative_config=guesses)
+    for cached in ([0, 0, 128], [192, 192, 160]):
+        found = engine.do("generate", prompts())
+        assert tokens(found) == plain
+        assert engine.do("metrics")["vllm:spec_decode_num_draft_tokens"] > 0
+        if cached[0]:
+            assert [one["cached"] for one in found] == cached
+        eventually(lambda: stored_blocks(daemon) >= 13)
+        assert engine.do("reset")
+    drawn = engine.do("generate", [prompts()[2]], 100)[0]["tokens"]
+    eventually(lambda: stored_blocks(daemon) >= 13 + 3)
+    engine.close()
+    # What was drawn with drafts is stored behind its prompt, and is what an engine without drafts goes on from.
+    again = start_vllm()
+    again.call("real", str(tiny_model), str(daemon.socket))
+    (found,) = again.do("generate", [prompts()[2] + drawn[:-1]], 1)
+    assert (found["cached"], found["tokens"]) == (256, drawn[-1:])
+    again.close()
+
+
 def test_a_block_that_rots_on_disk_is_computed_again(start_vllm, start_daemon, tiny_model, plain):
     daemon = start_daemon(disk_write_policy="through")
     engine = start_vllm()
