@@ -224,6 +224,11 @@ class Cache:
         old = attachment.leases.get(attachment.by_request.get((group, request), 0)) if request else None
         missing = len(keys) - len(rows) if old is None or not old.settled else 0
         tiers = self.residency.tiers_of(rows)
+        brought = index.brought[rows]
+        if brought.any():
+            # They arrived before the one that they were fetched for had its answer.
+            tiers[brought != 0] = brought[brought != 0]
+            index.brought[rows] = 0
         for position, source in coming:
             if position < len(rows) and source is not None:
                 tiers[position] = source
@@ -517,6 +522,8 @@ class Cache:
         reservation.state[entries] = Entry.READY
         for row in rows.tolist():
             del self._pending_owner[row]
+        if reservation.source is not None:
+            self.residency.index.brought[rows[self.residency.index.reused[rows] == 0]] = reservation.source
         name = "stored" if reservation.source is None else "fetched"
         self.residency.counters[f"{name}_blocks"] += len(rows)
         self.residency.counters[f"{name}_bytes"] += len(rows) * reservation.space.block_bytes

@@ -127,6 +127,7 @@ class Index:
         self.disk: U32 = np.full(capacity, NO_SLOT, dtype=np.uint32)
         self.size_class: npt.NDArray[np.uint8] = np.zeros(capacity, dtype=np.uint8)
         self.reused: U8 = np.zeros(capacity, dtype=np.uint8)  # was found by a lookup since it was stored
+        self.brought: U8 = np.zeros(capacity, dtype=np.uint8)  # the source that it came from, until a lookup finds it
         self.shared_at: U32 = np.zeros(capacity, dtype=np.uint32)  # when Redis last got or kept a copy; 0: it has none
         self.token_slot: U32 = np.full(capacity, NO_SLOT, dtype=np.uint32)
         self.tokens = TokenStore()
@@ -144,7 +145,8 @@ class Index:
 
     _COLUMNS = (
         "key", "space", "parent", "children", "below", "pins", "busy", "state", "stamp",
-        "hbm", "dram", "disk", "size_class", "reused", "shared_at", "token_slot", "_free", "_place",
+        "hbm", "dram", "disk", "size_class", "reused", "brought", "shared_at", "token_slot",
+        "_free", "_place",
     )  # fmt: skip
 
     # ---- finding
@@ -326,6 +328,7 @@ class Index:
         self.children[rows] = 0
         self.below[rows] = 0
         self.reused[rows] = 0
+        self.brought[rows] = 0
         self.shared_at[rows] = 0
         self.state[rows] = RowState.FREE
         self.doomed -= len(rows)

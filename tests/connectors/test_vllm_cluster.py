@@ -61,7 +61,8 @@ def test_an_engine_loads_what_an_engine_of_another_node_computed_from_that_node_
         there = node(start_daemon, redis, name, store)
         again, cached, metrics = generated(there)
         assert (again, cached) == (drawn, 192)
-        assert metrics[f"vllm:kvcascade_hit_tokens{{{source}}}"] == 192
+        hits = {name: value for name, value in metrics.items() if "kvcascade_hit_tokens" in name and value}
+        assert hits == {f"vllm:kvcascade_hit_tokens{{{source}}}": 192}
         assert metrics["vllm:external_prefix_cache_hits"] == 192
     process.call("close")
 
@@ -93,7 +94,7 @@ def test_while_other_nodes_are_asked_a_request_waits_with_one_lease_and_others_g
     lab.prove("waits")
     lab.sound()
     counted = lab.counters()
-    assert counted["hit_tokens_peer"] + counted.get("hit_tokens_dram", 0) == 96 - 32
+    assert counted["hit_tokens_peer"] == 96 - 32
     assert "miss_unanswered" not in counted
     eventually(lambda: pins(b) == 0)
     process.call("close")

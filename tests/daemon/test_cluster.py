@@ -63,6 +63,22 @@ def test_a_prefix_on_another_node_is_fetched_from_there(
     assert redis.client().dbsize() < BLOCKS
 
 
+def test_what_has_arrived_before_the_answer_still_comes_from_another_node_for_whom_it_was_fetched(
+    start_daemon: Start, start_engine: Start, redis: RedisServer
+) -> None:
+    a = node(start_daemon, redis, "a", redis_store="directory")
+    b = node(start_daemon, redis, "b", redis_store="directory")
+    tokens = prompt("one", BLOCKS)
+    writer, reader = start_engine(a), start_engine(b)
+    stored(a, writer, tokens, where="directory")
+    assert reader.lookup(tokens, "r", wait_ms=0)["asking"]
+    eventually(lambda: b.status()["tiers"][0]["blocks"] == BLOCKS)
+    assert fetch(reader, tokens)["tiers"] == ["PEER"] * BLOCKS
+    assert fetch(reader, tokens, "another")["tiers"] == ["DRAM"] * BLOCKS
+    hits = b.status()["hits"]["tokens"]
+    assert (hits["peer"], hits["dram"]) == (BLOCKS * 16, BLOCKS * 16)
+
+
 def test_a_prefix_on_another_nodes_disk_is_fetched_from_there(
     start_daemon: Start, start_engine: Start, redis: RedisServer
 ) -> None:
