@@ -256,4 +256,5 @@ def test_the_daemon_learns_how_fast_prompts_are_computed(start_prefill, start_no
     assert told() == []
     first.serve("long", prompt(4, 400))
     (one,) = eventually(told)
-    assert one["engine"].startswith("vllm") and 0 < one["tokens_s"] < 1e7
+    assert one["engine"].startswith("vllm")
+    assert all(0 < speed < 1e7 for speed in one["tokens_s"].values())
