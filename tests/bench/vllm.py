@@ -58,8 +58,8 @@ PARTS = {
 }
 LONGEST = 2560  # tokens of a request
 OWN_BLOCKS = 96  # 3,072 tokens: an engine's own cache is as small beside what its users come back for
-MISSES_S = 90.0  # for either comparison of engines with and without, but for its least rounds
-REPLAY_S = 240.0
+MISSES_S = 75.0  # for either comparison of engines with and without, but for its least rounds
+REPLAY_S = 200.0
 # One core computes and the other is the scheduler's, the connector's and the daemon's: vLLM by itself leaves cores for
 # the first two, and beside an engine that takes them all it is luck who waits for whom.
 CORES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -282,12 +282,12 @@ def misses(run: Run, ours: Vllm, plain: Vllm) -> None:
             return first_token(engine, prompts(name, 1, length)[0])
 
         def together(engine: Vllm, name: str) -> float:
-            return float(engine.do("timed", prompts(name, batch, 128), 32)["seconds"])
+            return float(engine.do("timed", prompts(name, batch, 64), 32)["seconds"])
 
         with results.measuring("0 % hits, first token"):
             compared(run, ours, plain, node, f"first token of {length} tokens", first)
         with results.measuring("0 % hits, throughput"):
-            compared(run, ours, plain, node, f"{batch} requests of 128 + 32 tokens at once", together)
+            compared(run, ours, plain, node, f"{batch} requests of 64 + 32 tokens at once", together)
         found = node.status()["hits"]["tokens"]
         check(not any(count for name, count in found.items() if name != "miss"), f"there were hits: {found}")
 
