@@ -212,6 +212,7 @@ class PagedScheduler(SchedulerConnector):
         self._loading: dict[str, _Loading] = {}  # planned or not, in the background
         self._step_loads: dict[int, _Loading] = {}  # planned, within a step, by lease
         self._offers: list[_Offer] = []
+        self._refused_handoffs = ""  # why, as it was logged last; the asking thread's
         self._hands_off: set[str] = set()  # requests whose hand-off is to be asked for
         self._dropped: set[str] = set()
         self._cancelled: list[_Loading] = []  # of requests that ended before their load was planned
@@ -666,7 +667,9 @@ class PagedScheduler(SchedulerConnector):
                 keep = max(1, int(self._limits.handoff_keep * 1000))
                 session.hand_off(hashes, group=group, keep_ms=keep, timeout=self._limits.timeout)
         except Refused as error:
-            log.warning("nothing is handed off request=%s reason=%s", request.request_id, error)
+            if str(error) != self._refused_handoffs:
+                log.warning("nothing is handed off reason=%s", error)
+                self._refused_handoffs = str(error)
         except CascadeError as error:
             log.debug("a prompt that is handed off is not kept request=%s reason=%s", request.request_id, error)
             self._blame(began)

@@ -105,6 +105,9 @@ def test_prefill_on_one_rank_and_decode_on_two_and_the_other_way(
         assert counted(one, "handoffs_given") >= 1 and counted(one, "handoffs_taken") >= 1
         assert counted(two, "handoffs_given") >= 1 and counted(two, "handoffs_taken") >= 1
         assert streamed(there, prompt(2)) == plain[2]
+        # A step that computes one long prompt says how fast.
+        complete(one, [(i * 17) % 1000 for i in range(400)])
+        eventually(lambda: nodes[0].status()["cluster"]["remote"]["prefill"], 60)
         # A batch has no hand-off, a client's word for a node is not heard, and a wrong request is told so.
         answer = json.loads(there.post("/v1/completions", prompt=[prompt(0), prompt(1)], **ASKED))
         assert [choice["token_ids"] for choice in answer["choices"]] == plain[:2]
