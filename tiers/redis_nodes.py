@@ -30,6 +30,7 @@ from .workers import outlast
 PIPELINE: Final = 64
 PIPELINE_BYTES: Final = 4 << 20
 SMALL_PIPELINE: Final = 1024
+BATCH: Final = 1 << 20  # of small blocks go out in one call
 MOST_SKIPPED: Final = 4 << 20  # bytes of a value that is none of ours; rather than more a connection is given up
 ABSENT: Final = "not there"
 REDIRECTIONS: Final = 3
@@ -388,7 +389,8 @@ class Nodes:
         keys = dict(zip(numbers, self.keys_of(jobs[number].name for number in numbers), strict=True))
 
         def send(wire: Wire, some: Sequence[int]) -> None:
-            wire.send([b"".join(command(b"GET", keys[number]) for number in some)])
+            # Not by `command`, which takes thrice as long.
+            wire.send([b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(keys[number]), keys[number]) for number in some])
 
         def hear(wire: Wire, number: int) -> str | None:
             return self._receive(wire, jobs[number], course.firsts)
@@ -447,8 +449,15 @@ class Nodes:
         ttl = b"%d" % int(self._settings.ttl * 1000)
 
         def send(wire: Wire, some: Sequence[int]) -> None:
+            parts: list[bytes | memoryview] = []
+            size = 0
             for number in some:
-                wire.send(self._packed(keys[number], jobs[number], codec, ttl))
+                parts += self._packed(keys[number], jobs[number], codec, ttl)
+                size += len(jobs[number].payload)
+                if size >= BATCH:
+                    wire.send(parts)
+                    parts, size = [], 0
+            wire.send(parts)
 
         window = _window(len(jobs[numbers[0]].payload))
         self._carry(keys, numbers, reasons, course, send, lambda wire, _: self._taken(wire), window)

@@ -185,8 +185,6 @@ class Wire:
     def end_of_value(self) -> None:
         """Reads what closes a value."""
         end = bytearray(2)
-        if self._start == self._end:
-            self._fill()  # with what follows it, so that the next reply's head costs no call of its own
         self.read_into(memoryview(end))
         if end != b"\r\n":
             self._fail(OSError("not the Redis protocol"))
@@ -219,7 +217,11 @@ class Wire:
         into[:ahead] = self._buffer[self._start : self._start + ahead]
         self._start += ahead
         try:
-            self._sock.read_into(into[ahead:])
+            while ahead < len(into):
+                # With what follows, so that the next reply's head costs no call of its own.
+                count = self._sock.receive(into[ahead:], self._buffer)
+                self._start, self._end = 0, max(0, ahead + count - len(into))
+                ahead += count - self._end
         except OSError as error:
             self._fail(error)
 

@@ -51,7 +51,6 @@ class TimedSocket:
         self._deadline = 0.0
         self._silence = math.inf
         self._timeout = -1.0  # the socket's
-        self._owing = False  # the kernel may hold bytes that were not acknowledged
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -82,13 +81,13 @@ class TimedSocket:
 
     def connect(self, address: Any) -> None:
         """Connects the socket; TLS's handshake is still to come."""
-        self._wait(self._silence)
+        self._wait(time.monotonic(), self._silence)
         self._sock.connect(address)
 
     def secure(self) -> None:
         """TLS's handshake, where the socket is of TLS."""
         if isinstance(self._sock, ssl.SSLSocket):
-            self._wait(self._silence)
+            self._wait(time.monotonic(), self._silence)
             self._sock.do_handshake()
 
     def send(self, parts: Sequence[Bytes]) -> None:
@@ -99,19 +98,24 @@ class TimedSocket:
                 sent = self._move(self._sock.send, views[0][:TLS_BYTES])
             else:
                 sent = self._move(self._sock.sendmsg, views[:IOV_MAX])
-            self._owing = True
             while sent:
                 if sent >= len(views[0]):
                     sent -= len(views.pop(0))
                 else:
                     views[0], sent = views[0][sent:], 0
 
-    def receive(self, into: memoryview) -> int:
-        """Reads as many bytes as have come, at least one and at most as many as `into` has."""
-        count = self._move(self._sock.recv_into, into)
+    def receive(self, into: memoryview, more: memoryview | None = None) -> int:
+        """Reads as many bytes as have come, at least one and at most as many as `into` has, and `more` behind it."""
+        if more is None or self._tls:
+            count = self._move(self._sock.recv_into, into)
+        else:
+            count = self._move(self._receive_in_turn, (into, more))
         if not count:
             raise ConnectionResetError("closed by the other side")
         return count
+
+    def _receive_in_turn(self, buffers: tuple[memoryview, memoryview]) -> int:
+        return self._sock.recvmsg_into(buffers)[0]
 
     def read_into(self, into: memoryview) -> None:
         """Reads exactly as many bytes as `into` has."""
@@ -121,10 +125,10 @@ class TimedSocket:
 
     def _move(self, call: Callable[[Any], int], argument: Any) -> int:
         """One call of the socket, repeated for as long as what was sent before is still moving."""
-        unsent = self._unsent() if self._owing else 0
-        moved = time.monotonic() if unsent else 0.0
+        now = moved = time.monotonic()
+        unsent = math.inf
         while True:
-            self._wait(self._silence / LOOKS if unsent else self._silence)
+            self._wait(now, min(self._silence / LOOKS, moved + self._silence - now))
             try:
                 return call(argument)
             except TimeoutError:
@@ -132,7 +136,7 @@ class TimedSocket:
                 if now >= self._deadline:
                     raise
                 before, unsent = unsent, self._unsent()
-                if unsent < before:
+                if unsent < before and (unsent or before < math.inf):
                     moved = now
                 elif now - moved >= self._silence:
                     raise Silence from None
@@ -140,14 +144,13 @@ class TimedSocket:
     def _unsent(self) -> int:
         """Bytes that the kernel has taken and the other side has not acknowledged."""
         (count,) = struct.unpack("i", fcntl.ioctl(self._sock.fileno(), termios.TIOCOUTQ, b"\0\0\0\0"))
-        self._owing = count > 0
         return int(count)
 
-    def _wait(self, silence: float) -> None:
-        left = self._deadline - time.monotonic()
+    def _wait(self, now: float, silence: float) -> None:
+        left = self._deadline - now
         if left <= 0:
             raise TimeoutError
-        limit = min(left, silence)
+        limit = min(left, max(silence, 0.001))
         # A system call, so not before each of those for small blocks; a call may end so much too late.
         if not limit <= self._timeout <= limit + LATE_S:
             self._sock.settimeout(limit)
