@@ -62,10 +62,11 @@ def report(seen: dict[str, list[float]], block: int, count: int) -> list[Row]:
             f"redis: present of {NAMES:,} names, {what}", statistics.median(seen[what]) * 1e3, "ms", target=below(3)
         )
 
-    wanted = 0.7 if block == BLOCK else 0.6
+    # Of small ones Redis itself gives and takes about 0.65 of what a raw socket does (redis-benchmark, from C).
+    wanted, faster = (0.7, 2) if block == BLOCK else (0.6, 1)
     rows = [
         moved(f"redis GET of {text} into slots / raw socket", "tier get", "raw get", wanted),
-        moved(f"redis GET of {text} into slots / redis-py asyncio", "tier get", "redis-py get", 2),
+        moved(f"redis GET of {text} into slots / redis-py asyncio", "tier get", "redis-py get", faster),
         moved(f"redis SET of {text} from slots / raw socket", "tier set", "raw set", wanted),
         moved(f"redis GET of {text} with a secret / without", "secret get", "tier get", None),
     ]
