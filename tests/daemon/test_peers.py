@@ -449,6 +449,18 @@ async def test_the_cap_on_bandwidth_holds_for_all_connections_together() -> None
         assert time.monotonic() - began >= (24 - 2) * (256 << 10) / (4 << 20)
 
 
+async def test_connections_that_share_a_small_bandwidth_do_not_take_each_other_for_silent() -> None:
+    hashes, me = chain(16), node("source")
+    async with (
+        serving(Pool(hashes, 256 << 10), me, bandwidth=2 << 20) as server,
+        asking(threads=16, deadline=1.0) as peers,
+    ):
+        # Each has to wait for fifteen others, 2 s if blocks went out whole.
+        wanted = jobs(hashes, 256 << 10)
+        assert intact(wanted, await peers.fetch(server.endpoint, me.boot, wanted, 60.0)) == list(range(16))
+        assert server.status()["connections"] == 16
+
+
 async def test_a_name_that_has_no_address_is_a_reason() -> None:
     async with asking() as peers:
         reasons = await peers.fetch(Endpoint("no-such-node.invalid", 7400), os.urandom(16), jobs(HASHES), 5.0)
