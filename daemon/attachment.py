@@ -9,7 +9,6 @@ its timeout. Operations raise (DaemonUnavailable, Refused, ...); a connector mak
 """
 
 import fcntl
-import math
 import mmap
 import os
 import threading
@@ -621,7 +620,7 @@ class Session:
         ``position``: of the first of them in the prompt; later tokens take longer. As ``release``, never raises for a
         daemon that is away. Raises ProtocolError for what no engine can have done.
         """
-        if not math.isfinite(seconds):
+        if not abs(seconds) < 1e9:  # nor NaN
             raise ProtocolError(f"field 'seconds': {seconds} is no time")
         if tokens:
             body = {"tokens": tokens, "micros": int(seconds * 1e6), "position": position}

@@ -26,7 +26,7 @@ FIRST_BANDWIDTH: Final = 500e6  # bytes/s
 TOGETHER: Final = 16  # transfers that are looked back at for such as ran at the same time
 SMALL: Final = 1 << 16  # transfers below this say something of latency and nothing of bandwidth
 FRESH_S: Final = 30.0  # how long a speed is believed; after as long again, half of it
-SLOWER: Final = 4.0  # than was thought a link must be that brings nothing in time
+SLOWER: Final = 4.0  # times than was thought a link is at least that brings nothing in time
 SPLIT_S: Final = 5e-3  # what one more range must save: it has a reservation and a question of its own
 HALVINGS: Final = 24  # until the time is known in which several sources bring a prefix
 ODD: Final = 4.0  # times the expected one: what a report beyond counts as
@@ -87,9 +87,13 @@ class Link:
             self._ended.append((begin, now, nbytes))
 
     def late(self, nbytes: int, seconds: float) -> None:
-        """`nbytes` were under way, and in `seconds` nothing of use has come: it was given up."""
-        if seconds > 0:
-            self.bandwidth = max(1.0, min(self.now().bandwidth / SLOWER, nbytes / seconds))
+        """`nbytes` were under way, and in `seconds` nothing of use has come: it was given up.
+
+        Says nothing where there was less time than they were thought to need.
+        """
+        now = self.now()
+        if seconds > now.latency + nbytes / now.bandwidth:
+            self.bandwidth = max(1.0, min(now.bandwidth / SLOWER, nbytes / seconds))
             self.observed += 1
             self.heard = self.clock()
 

@@ -35,7 +35,7 @@ from kvcascade.tiers.block import CRYPTOGRAPHIC, itemsize
 from kvcascade.tiers.remote import BlockName, Fetch, contradicts, disproves
 
 from .cache import Cache
-from .cost import Decision, Link, Offer, Prefill, Range, decide, patience
+from .cost import SMALL, Decision, Link, Offer, Prefill, Range, decide, patience
 from .lease import Attachment, Writer
 from .plans import Space
 from .protocol import BlockState, Tier
@@ -54,6 +54,9 @@ ERROR_S = 0.2  # and that no answer came
 QUESTIONS = 4096  # remembered at most
 MOST_BLOCKS = 16384  # of one question; what lies behind is asked for when these are here
 PREFILLS = 1024  # engines whose speed is remembered
+
+
+Asked = tuple[int, bytes, str, bytes]  # space, last hash, the engine's name, ticket
 
 
 class Source(Protocol):
@@ -148,7 +151,7 @@ class Remote:
         self._sources = sources
         self._clock = clock
         # The loop's thread alone changes all of this.
-        self._questions: dict[tuple[int, bytes, bytes], Question] = {}
+        self._questions: dict[Asked, Question] = {}
         self._ours: dict[bytes, _Ours] = {}
         self._prefills: dict[tuple[str, bytes], Prefill] = {}
         self._fetches: set[asyncio.Task[list[str | None]]] = set()
@@ -197,7 +200,8 @@ class Remote:
             return None
         end = min(len(hashes), (first + MOST_BLOCKS) * space.width)
         hashes = hashes[:end]
-        key = (space.number, hashes[-space.width :], ticket)
+        # Engines of another speed decide for themselves, and a ticket names a node that others do not know of.
+        key = (space.number, hashes[-space.width :], attachment.engine, ticket)
         question = self._questions.get(key)
         if question is not None and (question.asking or self._clock() < question.expires):
             return question
@@ -227,17 +231,21 @@ class Remote:
         self._questions = {key: one for key, one in self._questions.items() if one.asking or now < one.expires}
 
     async def _answer(
-        self, key: tuple[int, bytes, bytes], space: Space, hashes: bytes, first: int, prefill: Prefill, ticket: bytes
+        self, key: Asked, space: Space, hashes: bytes, first: int, prefill: Prefill, ticket: bytes
     ) -> None:
-        question = self._questions[key]
+        question, began = self._questions[key], self._clock()
         keep = ERROR_S
+        each, missing = space.shape.block_tokens, len(hashes) // space.width - first
+        # What is handed over may still be stored there: that takes as long as computing, and is waited for.
+        wait = math.inf if ticket else self._patience(prefill, first * each, 0, missing * each)
         try:
-            async with asyncio.timeout(self._settings.deadline):
+            async with asyncio.timeout(min(wait, self._settings.deadline)):
                 decision, founds = await self._weigh(space, hashes, first, prefill, ticket, self._settings.fetch)
             question.decision = decision
             keep = ABSENT_S
             if decision.ranges:
-                self._begin(space, hashes, first, decision, founds, prefill)
+                begun = self._clock() if ticket else began
+                self._begin(space, hashes, first, begun, decision, founds, prefill)
         except TimeoutError:
             question.error = "no answer in time"
         except CascadeError as error:
@@ -320,19 +328,30 @@ class Remote:
 
     # ---- fetches
 
+    def _patience(self, prefill: Prefill, position: int, tokens: int, whole: int) -> float:
+        return math.inf if self._settings.fetch == "always" else patience(prefill, position, tokens, whole)
+
     def _begin(
-        self, space: Space, hashes: bytes, first: int, decision: Decision, founds: Sequence[Found], prefill: Prefill
+        self,
+        space: Space,
+        hashes: bytes,
+        first: int,
+        begun: float,
+        decision: Decision,
+        founds: Sequence[Found],
+        prefill: Prefill,
     ) -> None:
-        """Reserves the blocks of a chain from `first` on, as far as there is room, and begins to receive them."""
-        width, now = space.shape.block_tokens, self._clock()
+        """Reserves the blocks of a chain from `first` on, as far as there is room, and begins to receive them.
+
+        `begun`: since when the engine waits.
+        """
+        width = space.shape.block_tokens
 
         def patient(block: int) -> float:
-            if self._settings.fetch == "always":
-                return math.inf
-            return patience(prefill, first * width, (block - first) * width, decision.blocks * width)
+            return self._patience(prefill, first * width, (block - first) * width, decision.blocks * width)
 
         end = first + decision.blocks
-        prefix = _Prefix(space, hashes, first, end, now, now + self._settings.deadline, patient)
+        prefix = _Prefix(space, hashes, first, end, begun, self._clock() + self._settings.deadline, patient)
         for part in decision.ranges:
             if not self._begin_range(prefix, first + part.start, first + part.end, founds[part.offer]):
                 break
@@ -387,13 +406,14 @@ class Remote:
                 return ["not begun"] * len(jobs)
             limit = prefix.begun + prefix.patience(block) - began
             reasons: list[str | None] = [GIVEN_UP] * len(jobs)
+            under_way = min(link.queued, BATCHES * sum(len(job.into) for job in jobs))
             with contextlib.suppress(TimeoutError):
                 # Not the fetch's own time: that would tell of a source that does not answer.
                 async with asyncio.timeout(None if math.isinf(limit) else limit):
                     reasons = await fetching.found.fetch(jobs, prefix.deadline - began)
             spent = self._clock() - began
             if reasons[0] == GIVEN_UP or (None not in reasons and began + spent >= prefix.deadline):
-                link.late(BATCHES * sum(len(job.into) for job in jobs), spent)
+                link.late(under_way, spent)
             return reasons
 
     def _received(self, fetching: _Fetching, at: slice, task: "asyncio.Task[list[str | None]]") -> None:
@@ -457,12 +477,16 @@ class Remote:
 
 
 def _batches(link: Link, block_bytes: int, count: int) -> Iterator[slice]:
-    """Cuts `count` blocks: into what a link brings in a moment; at first into few, where its speed is not known."""
-    limit = max(1, BATCH_BYTES // block_bytes)
+    """Cuts `count` blocks: into what a link brings in a moment; at first into few, where its speed is not known.
+
+    Never into less than what says something of the speed.
+    """
+    least = -(-SMALL // block_bytes)
+    limit = max(least, BATCH_BYTES // block_bytes)
     if link.observed:
-        size = limit = max(1, min(limit, int(link.now().bandwidth * BATCH_S) // block_bytes))
+        size = limit = max(least, min(limit, int(link.now().bandwidth * BATCH_S) // block_bytes))
     else:
-        size, limit = 1, max(1, limit // NEW_LINK)
+        size, limit = least, max(least, limit // NEW_LINK)
     start = 0
     while start < count:
         end = min(count, start + size)

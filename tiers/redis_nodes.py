@@ -58,10 +58,12 @@ class Course:
             self._wires.add(wire)
 
     def end(self, wire: Wire) -> None:
+        """Whoever was told that it is over has begun nothing, and ends nothing."""
         with self._lock:
-            self._wires.discard(wire)
-            if self.over and not self._wires:
-                self._let_go()
+            if wire in self._wires:
+                self._wires.remove(wire)
+                if self.over and not self._wires:
+                    self._let_go()
                 self._let_go = lambda: None  # who comes too late to begin ends all the same
 
     async def stop(self) -> None:

@@ -211,18 +211,17 @@ def test_a_small_transfer_says_nothing_of_bandwidth() -> None:
 
 def test_what_does_not_come_makes_a_link_slow() -> None:
     """Also where nothing at all has come, so that there is nothing to measure."""
-    now = 0.0
-    one = Link(clock=lambda: now)
+    one = Link(clock=lambda: 0.0)
     one.late(8 * BLOCK, 2.0)
     assert one.bandwidth == 4 * BLOCK
-    one.late(8 * BLOCK, 2.0)
+    one.late(8 * BLOCK, 3.0)
     assert one.bandwidth == BLOCK
-    for _ in range(200):
-        one.late(BLOCK, 1.0)
-    assert one.bandwidth == 1.0
-    now += 1.0
+    one.late(8 * BLOCK, 3.0)  # it would have taken eight
     one.late(BLOCK, 0.0)
     one.late(BLOCK, -1.0)
+    assert one.bandwidth == BLOCK
+    for _ in range(200):
+        one.late(BLOCK, 1e7)
     assert one.bandwidth == 1.0
 
 
