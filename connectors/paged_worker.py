@@ -283,7 +283,9 @@ class PagedWorker(WorkerConnector):
     def _tell_computed(self, timed: _Timed, seconds: float) -> None:
         """On a copying thread."""
         try:
-            timed.session.computed(timed.prefill.tokens, seconds, timeout=self._limits.timeout)
+            timed.session.computed(
+                timed.prefill.tokens, seconds, position=timed.prefill.position, timeout=self._limits.timeout
+            )
         except CascadeError as error:
             log.debug("the daemon is not told how fast prompts are computed reason=%s", error)
 

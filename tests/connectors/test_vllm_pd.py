@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import shlex
+import shutil
 import urllib.error
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,6 +40,29 @@ def streamed(server: Server, tokens: list[int]) -> list[int]:
     return drawn
 
 
+def chat(server: Server, words: list[int], **more: Any) -> tuple[str, int]:
+    """What is said to a message of one word a token, and how many of its tokens were not computed there."""
+    asked = {name: value for name, value in ASKED.items() if name != "return_token_ids"}
+    messages = [{"role": "user", "content": " ".join(f"w{word}" for word in words)}]
+    answer = json.loads(server.post("/v1/chat/completions", messages=messages, **asked, **more))
+    details = answer["usage"]["prompt_tokens_details"]
+    return answer["choices"][0]["message"]["content"], (details or {}).get("cached_tokens", 0)
+
+
+def with_words(model: Path, folder: Path) -> Path:
+    """The model with a tokenizer: a word for each token, and a template that says a chat's words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    shutil.copytree(model, folder)
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(1024)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    told = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w2", chat_template=template)
+    told.save_pretrained(folder)
+    return folder
+
+
 def counted(server: Server, name: str) -> float:
     lines = server.get("/metrics").decode().splitlines()
     return sum(float(one.rsplit(" ", 1)[1]) for one in lines if one.startswith(f"vllm:kvcascade_{name}_total{{"))
@@ -60,6 +84,7 @@ def test_prefill_on_one_rank_and_decode_on_two_and_the_other_way(
         start_daemon(cluster_node=name, peers_listen="127.0.0.1:0", cluster_fetch="always", daemon_seed="0")
         for name in ("a", "b")
     ]
+    model = with_words(tiny_model, tmp_path / "model")
     with ExitStack() as stack:
         servers = []
         for number, (node, binds) in enumerate(zip(nodes, ("0-1", "0|1"), strict=True)):
@@ -70,7 +95,7 @@ def test_prefill_on_one_rank_and_decode_on_two_and_the_other_way(
                 "kv_connector_extra_config": {"socket": str(node.socket)},
             }
             command = vllm_command(
-                vllm_python, tiny_model, "--skip-tokenizer-init", "--prefix-caching-hash-algo", "sha256_cbor",
+                vllm_python, model, "--prefix-caching-hash-algo", "sha256_cbor",
                 "--kv-transfer-config", json.dumps(transfer), "--tensor-parallel-size", str(number + 1),
                 "--enable-prompt-tokens-details",
             )  # fmt: skip
@@ -104,6 +129,14 @@ def test_prefill_on_one_rank_and_decode_on_two_and_the_other_way(
         eventually(lambda: handed_off(back, 1), 120)
         assert counted(one, "handoffs_given") >= 1 and counted(one, "handoffs_taken") >= 1
         assert counted(two, "handoffs_given") >= 1 and counted(two, "handoffs_taken") >= 1
+        said, _ = chat(one, prompt(4), kv_transfer_params={"kvcascade": "off"}, cache_salt="plain")
+
+        def chat_is_handed_off() -> bool:
+            heard, cached = chat(there, prompt(4), cache_salt=f"salt {next(salts)}")
+            assert heard == said
+            return cached == 192
+
+        eventually(chat_is_handed_off, 120)
         assert streamed(there, prompt(2)) == plain[2]
         # A step that computes one long prompt says how fast.
         complete(one, [(i * 17) % 1000 for i in range(400)])
