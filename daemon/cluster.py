@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Self
 from kvcascade.config import VERSION
 from kvcascade.config.errors import ConfigError
 from kvcascade.config.settings import Endpoint, Settings
+from kvcascade.tiers.block import CRYPTOGRAPHIC
 from kvcascade.tiers.codec import Codec, CodecChoice
+from kvcascade.tiers.namespace import Namespace
 from kvcascade.tiers.redis import RedisTier
 from kvcascade.tiers.remote import Secret
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from .server import Daemon
 
 log = logging.getLogger("kvcascade.cluster")
+
+OURS = frozenset({"peers", "kvcascade"})  # the daemon's own attachments: what it gives to other nodes, and gets
 
 
 class Cluster:
@@ -115,6 +119,7 @@ class Cluster:
                     timeout=settings.redis.deadline,
                 )
             )
+            self.fleet.namespaces = self._namespaces
 
     def info(self) -> NodeInfo:
         """What this node says of itself to others."""
@@ -137,6 +142,15 @@ class Cluster:
         if self._settings.peers.advertise is not None:
             return self._settings.peers.advertise
         return self.server.endpoint
+
+    def _namespaces(self) -> list[Namespace]:
+        """Those of the engines that are attached, which may leave the node."""
+        spaces = {
+            attachment.spaces[0].fingerprint: attachment.spaces[0].namespace
+            for attachment in self._daemon.cache.attachments.values()
+            if attachment.engine not in OURS and attachment.spaces[0].namespace.hash_algo in CRYPTOGRAPHIC
+        }
+        return [spaces[fingerprint] for fingerprint in sorted(spaces)]
 
     def _met(self, info: NodeInfo) -> None:
         if self.fleet is not None:

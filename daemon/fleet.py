@@ -14,6 +14,9 @@ for each 16 blocks stored, and at rest a GET and two SETs a node every 5 s; no S
 each node adds its name to one sorted set and reads it, to meet those it has not met. Entries live as long as blocks in
 Redis do; one that leads to a node that has been gone for as long as a lease goes when met.
 
+With the same roll each node tells of its engines' namespaces (`s:` and its name), so that nodes whose engines are alike
+and share nothing all the same say so (alike.py).
+
 Two nodes with one name would take turns at one record: the later one sees the other's living record, steps back until
 that is gone, and says so under `twin:` and the name, for the other one to know. A node that was killed and is back at
 its address takes its record over at once, because no two can listen there. Nodes that hash otherwise (another seed,
@@ -44,8 +47,10 @@ import cbor2
 
 from kvcascade.config.errors import CascadeError, ProtocolError
 from kvcascade.config.settings import Endpoint
+from kvcascade.tiers.namespace import Namespace
 from kvcascade.tiers.remote import TAG_BYTES, Secret
 
+from . import alike
 from .protocol import decode_body, take
 
 log = logging.getLogger("kvcascade.fleet")
@@ -66,6 +71,7 @@ ERASE_S: Final = 0.001  # what is to go gets a value that nobody takes, and so l
 ERASING: Final = 4  # tasks, with the two that always run
 BOOT_BYTES: Final = 16
 GONE: Final = 4096  # incarnations without a record that are remembered
+HINTS: Final = 20  # that are shown
 NAMESAKES: Final = 4  # that a record names
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
@@ -190,6 +196,7 @@ class Fleet:
         self._entry_ttl = entry_ttl
         self._timeout = timeout
         self.forgotten: Callable[[], None] = lambda: None
+        self.namespaces: Callable[[], Sequence[Namespace]] = lambda: ()  # of the engines here
         # The loop's thread alone changes what follows.
         self._known: dict[bytes, _Known] = {}  # incarnation → node
         self._gone: dict[bytes, tuple[float, float]] = {}  # incarnation without a record → since, last looked
@@ -206,6 +213,8 @@ class Fleet:
         self._twin_key = b"twin:" + me.name.encode()
         self._trouble = ""
         self._meet_at = 0.0
+        self._told: Sequence[Namespace] = ()  # of our engines, to the others
+        self._alike: dict[str, list[str]] = {}  # node's name → what keeps our engines and its from sharing
         self.counters: Counter[str] = Counter()
 
     async def __aenter__(self) -> Self:
@@ -318,9 +327,11 @@ class Fleet:
         if silent or (self._recorded and not there):
             self.forgotten()  # nothing that was to be named then has been
         self._recorded = True
-        if now >= self._meet_at:
+        namespaces = self.namespaces()
+        if now >= self._meet_at or namespaces != self._told:
             self._meet_at = now + MEET_S
-            await self._meet()
+            await self._tell(namespaces)
+            await self._meet(now)
 
     def _namesake(self, data: bytes | None, now: float) -> _Record | None:
         """The record of another node of our name, if that is what lies there; an earlier life of ours is none."""
@@ -359,17 +370,44 @@ class Fleet:
         self._waiting_since = self._waiting_since or now
         return now - self._waiting_since < LEASE_S
 
-    async def _meet(self) -> None:
-        """Reads the records of the other nodes, to know those with which nothing can be shared."""
+    async def _tell(self, namespaces: Sequence[Namespace]) -> None:
+        body = alike.pack(self.me.boot, namespaces)
+        told = (b"s:" + self.me.name.encode(), self._secret.tag("nodes", body) + body)
+        await self._store.write([told], 3 * MEET_S, self._timeout)
+        self._told = namespaces
+
+    async def _meet(self, now: float) -> None:
+        """Reads the records of the other nodes, to know those with which nothing can be shared, or nothing is."""
         names = await self._store.enlist(b"nodes", self.me.name.encode(), ROLL_S, self._timeout)
-        keys = [b"node:" + name for name in names if len(name) <= 64 and name != self.me.name.encode()][:MET]
+        names = [name for name in names if len(name) <= 64 and name != self.me.name.encode()][:MET]
+        if names:
+            keys = [head + name for head in (b"node:", b"s:") for name in names]
+            values = await self._store.read(keys, self._timeout)
+        else:
+            values = []
         self._different.clear()
-        for record in await self._store.read(keys, self._timeout) if keys else []:
+        self._alike.clear()
+        for record, told in zip(values[: len(names)], values[len(names) :], strict=True):
             if record:
                 try:
-                    self.note(self._unsealed(record).info)
+                    known = self._unsealed(record)
+                    if self._lives(known, now):
+                        self.note(known.info)
+                        self._compare(known.info, told)
                 except CascadeError:
                     self.counters["bad_records"] += 1
+
+    def _compare(self, info: NodeInfo, told: bytes | None) -> None:
+        """Remembers what keeps engines from sharing that could. CascadeError for what no node tells."""
+        if not told or self.me.difference(info) is not None:
+            return
+        tag, body = told[:TAG_BYTES], told[TAG_BYTES:]
+        if not self._secret.proves(tag, "nodes", body):
+            raise ProtocolError("namespaces: they are not signed with the fleet's secret")
+        boot, theirs = alike.unpack(body)
+        if boot == info.boot and len(self._alike) < KNOWN:
+            ours = [alike.flat(one.to_map()) for one in self._told]
+            self._alike[info.name] = alike.hints(ours, theirs, self.me.name, info.name)
 
     async def _nodes(self, boots: Sequence[bytes], timeout: float) -> dict[bytes, NodeInfo]:
         """The living nodes of these incarnations."""
@@ -513,6 +551,7 @@ class Fleet:
             "reason": self._trouble,
             "known": sorted(one.info.name for one in self._known.values()),
             "different": sorted(self._different.values()),
+            "hints": sorted(hint for hints in self._alike.values() for hint in hints)[:HINTS],
             "counters": dict(self.counters),
         }
 

@@ -254,6 +254,8 @@ def _cluster(console: Console, cluster: Answer) -> None:
         _line(console, f"redis lost what it held {what}: what is used is sent again")
     if redis and redis.get("evicted"):
         _line(console, f"redis has evicted {redis['evicted']} keys ({redis['policy']})")
+    for hint in cluster["fleet"].get("hints", []):
+        _line(console, f"hint: {hint}")
     if served and served["refused"]:
         refused = served["counters"]["refused_handshakes"]
         _line(console, f"refused callers: {refused}, the last one {served['refused']}")
