@@ -115,6 +115,7 @@ class PagedWorker(WorkerConnector):
         self._step_failures: list[FailedLoad] = []
         self._loaded: list[int] = []
         self._asides: dict[int, _Held] = {}
+        self._spare: dict[int, list[Tensor]] = {}  # by group, guarded by _lock: what held copies aside, on the CPU
         self._failures_begun = 0
         self._timing: _Timed | None = None
         self._timed: list[_Timed] = []
@@ -417,9 +418,28 @@ class PagedWorker(WorkerConnector):
         if not sound:
             self._count("saves_doubted", len(mine))
         elif mine and self._room_for(nbytes, len(mine)):
-            gathered = gatherer.gather([aside.blocks[i] for i in mine])
+            gathered = gatherer.gather([aside.blocks[i] for i in mine], self._take_spare(aside.group, len(mine)))
             indices = tuple(aside.indices[i] for i in mine)
             self._asides[aside.number] = _Held(indices, gathered, self._compute_event(), nbytes)
+
+    def _take_spare(self, group: int, blocks: int) -> Tensor | None:
+        """Memory of an earlier copy aside that holds so many blocks. Where none is big enough, one makes room."""
+        with self._lock:
+            spares = self._spare.get(group, [])
+            place = next((place for place, one in enumerate(spares) if len(one) >= blocks), None)
+            if place is not None:
+                return spares.pop(place)
+            if spares:
+                spares.pop(0)
+            return None
+
+    def _keep_spare(self, group: int, gathered: Tensor) -> None:
+        if self._device.type != "cpu":
+            return  # torch itself keeps a device's memory
+        memory = gathered if gathered._base is None else gathered._base
+        with self._lock:
+            if sum(one.nbytes for spares in self._spare.values() for one in spares) + memory.nbytes <= STAGED_BYTES:
+                self._spare.setdefault(group, []).append(memory)
 
     def _place(self, session: Session | None, held: _Held | None, transfer: Transfer) -> None:
         """Send on what of a copy aside has slots, let go of the rest, and give up slots of what there is no copy of."""
@@ -435,6 +455,7 @@ class PagedWorker(WorkerConnector):
         if session is None or not have or self._closed:
             with self._lock:
                 self._staged_bytes -= held.nbytes
+            self._keep_spare(transfer.group, held.gathered)
             return
         gathered, ready = held.gathered, held.ready
         if len(have) < len(kept):
@@ -456,9 +477,10 @@ class PagedWorker(WorkerConnector):
         except Exception:
             log.exception("save failed request=%s", part.request_id)
         finally:
-            del gathered
             with self._lock:
                 self._staged_bytes -= nbytes
+            self._keep_spare(part.group, gathered)
+            del gathered
         if done:
             self._commit(session, part, len(part.indices) * self._rank_bytes(part.group))
         else:

@@ -155,6 +155,19 @@ def test_every_known_layout_is_byte_exact_both_ways(
             assert torch.equal(page, theirs.select(axes.index("B"), block).view(torch.int16)) == (block in ids)
 
 
+@pytest.mark.parametrize(("order", "axes", "group"), LAYOUTS, ids=lambda value: value if isinstance(value, str) else "")
+def test_blocks_are_copied_aside_into_the_memory_of_earlier_ones(order: str, axes: str, group: KVGroup) -> None:
+    engine = gatherer(paged(order, axes, group), group, axes)
+    pool, slots = new_slots(group, 3)
+    before = engine.gather([5, 6, 2, 0])
+    aside = engine.gather([4, 1, 3], before)
+    assert (len(aside), aside.data_ptr()) == (3, before.data_ptr())
+    engine.put(aside, slots)
+    for block, view in zip([4, 1, 3], as_views(slots, group), strict=True):
+        np.testing.assert_array_equal(view, canonical_bytes(group, block))
+    assert (pool == UNTOUCHED).sum() >= len(pool) - 3 * group.block_bytes(2)
+
+
 @pytest.mark.parametrize(
     "views", ["pages", "views", "adjacent views", "descending pages", "descending views", "tensors"]
 )

@@ -198,6 +198,24 @@ def test_what_a_step_made_final_is_stored_although_its_slots_come_when_its_block
     lab.sound()
 
 
+def test_copies_aside_that_follow_one_another_keep_to_themselves(start_lab, daemon):
+    # They fill the same memory again, in turn longer and shorter.
+    lab = start_lab(daemon, prefix_caching=False)
+    lengths = (100, 40, 90, 120)
+    blocks = 0
+    for number, length in enumerate(lengths):
+        lab.hold("ask")
+        lab.serve(f"late {number}", prompt(number, length), parameters={"kvcascade": "write"})
+        lab.release("ask")
+        lab.sound()
+        blocks += length // 16
+        stored(lab, daemon, blocks)
+    lab = start_lab(daemon, prefix_caching=False)
+    for number, length in enumerate(lengths):
+        assert lab.serve(f"read back {number}", prompt(number, length)) == length % 16 + 3
+    lab.sound()
+
+
 def test_what_waits_for_slots_of_a_daemon_that_is_gone_is_let_go_and_the_engine_comes_to_rest(start_lab, start_daemon):
     daemon = start_daemon()
     lab = start_lab(daemon, prefix_caching=False)
