@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -43,12 +43,15 @@ from .transfer import Transfer
 
 log = logging.getLogger("kvcascade.remote")
 
+T = TypeVar("T")
+
 BATCH_BYTES = 8 << 20  # so that the first blocks of a long prefix are ready before the last have come
 BATCH_S = 0.1  # of a link's time: what is cut off in the middle of a batch came for nothing
 NEW_LINK = 4  # times smaller are the batches over a link whose speed is not known
 BATCHES = 4  # of one range under way at once: the next one waits at the source when one has come
 GIVEN_UP = "computing is quicker by now"
 FORGETTING = 16  # calls at once that take false values away
+ANSWER_SHARE = 0.5  # of a question's time is for the answer of a source that has nothing to wait for
 ABSENT_S = 1.0  # how long an answer holds that there is nothing, or nothing that pays
 ERROR_S = 0.2  # and that no answer came
 QUESTIONS = 4096  # remembered at most
@@ -65,7 +68,11 @@ class Source(Protocol):
     tier: Tier
 
     async def find(self, space: Space, hashes: bytes, ticket: bytes, timeout: float) -> list["Found"]:
-        """Who has leading blocks of `hashes`, a piece of a chain. CascadeError when that cannot be told now."""
+        """Who has leading blocks of `hashes`, a piece of a chain. CascadeError when that cannot be told now.
+
+        It answers within `timeout` seconds; where blocks that a ticket names are still being stored, within half as
+        many more.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,24 +270,10 @@ class Remote:
     ) -> tuple[Decision, list[Found]]:
         """Asks every source; what the cost model makes of the answers. CascadeError when none of them could answer."""
         tail = hashes[first * space.width :]
-        asked = [
-            asyncio.create_task(source.find(space, tail, ticket, self._settings.deadline)) for source in self._sources
-        ]
-        try:
-            await asyncio.wait(asked)
-        finally:
-            for task in asked:
-                task.cancel()
-        founds: list[Found] = []
-        errors: list[CascadeError] = []
-        for task in asked:
-            error = task.exception()
-            if error is None:
-                founds += task.result()
-            elif isinstance(error, CascadeError):
-                errors.append(error)
-            else:
-                raise error
+        # Less than all of the time: a source that does not answer must not keep the others' answers from being used.
+        limit = self._settings.deadline * ANSWER_SHARE
+        told, errors = await answers(source.find(space, tail, ticket, limit) for source in self._sources)
+        founds = [found for one in told for found in one]
         if not founds and errors:
             raise errors[0]
         decision = decide(
@@ -474,6 +467,20 @@ class Remote:
             log.warning("false values are left where they are reason=%s", error)
         except Exception:
             log.exception("false values were not taken away")
+
+
+async def answers(asked: Iterable[Awaitable[T]]) -> tuple[list[T], list[CascadeError]]:
+    """What all of them say, and why others cannot tell. Where this is cancelled none of them goes on."""
+    told: list[T] = []
+    errors: list[CascadeError] = []
+    for answer in await asyncio.gather(*asked, return_exceptions=True):
+        if isinstance(answer, CascadeError):
+            errors.append(answer)
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            told.append(answer)
+    return told, errors
 
 
 def _batches(link: Link, block_bytes: int, count: int) -> Iterator[slice]:

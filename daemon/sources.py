@@ -1,7 +1,7 @@
 """The two kinds of places that a prefix may come from: Redis, and the nodes that the fleet's directory names."""
 
-import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,7 +15,7 @@ from .granting import Ticket
 from .peers import Peers
 from .plans import Space
 from .protocol import Tier
-from .remote import Found
+from .remote import Found, answers
 
 log = logging.getLogger("kvcascade.sources")
 
@@ -63,31 +63,21 @@ class PeerSource:
         """
         if ticket:
             named = Ticket.unpack(ticket)
-            wait = timeout / 2  # for blocks that are still being stored there; as much is left to fetch them
-            return [await self._ask(named.node, named.endpoint, named.boot, space, hashes, wait, timeout)]
+            # So long for blocks that are still being stored there.
+            return [await self._ask(named.node, named.endpoint, named.boot, space, hashes, timeout, 1.5 * timeout)]
         if self._fleet is None:
             return []
+        began = time.monotonic()
         holders = await self._fleet.find(space.fingerprint, space.group, hashes, space.width, timeout)
-        asked = [
-            asyncio.create_task(
-                self._ask(one.name, one.address, one.boot, space, hashes[: count * space.width], 0.0, timeout)
-            )
+        left = timeout - (time.monotonic() - began)
+        founds, errors = await answers(
+            self._ask(one.name, one.address, one.boot, space, hashes[: count * space.width], 0.0, left)
             for one, count in holders[:CANDIDATES]
             if one.address is not None
-        ]
-        if not asked:
-            return []
-        try:
-            await asyncio.wait(asked)
-        finally:
-            for task in asked:
-                task.cancel()
-        answers = [task.result() for task in asked if task.exception() is None]
-        if not answers:
-            error = asked[0].exception()
-            assert error is not None
-            raise error
-        return [one for one in answers if one.blocks]
+        )
+        if not founds and errors:
+            raise errors[0]
+        return [one for one in founds if one.blocks]
 
     async def _ask(
         self, name: str, endpoint: Endpoint, boot: bytes, space: Space, hashes: bytes, wait: float, timeout: float

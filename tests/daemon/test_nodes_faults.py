@@ -1,6 +1,7 @@
 """Faults that others have met, between real nodes: by Redis and from node to node, a pattern in each byte."""
 
 import pickle
+import signal
 import socket
 import threading
 import time
@@ -299,3 +300,23 @@ def test_who_speaks_another_protocol_to_a_node_is_turned_away_and_told_of(
         writer, tokens = start_engine(a), prompt("one", BLOCKS)
         writer.store(tokens)
         assert fetch(start_engine(b), tokens, ticket=writer.hand_off(tokens))["loaded"] == BLOCKS
+
+
+def test_a_node_that_does_not_answer_keeps_nothing_from_readers_that_redis_has(
+    start_daemon: Start, start_engine: Start, redis: RedisServer
+) -> None:
+    # G1: with the deadlines that users have, where no source's own is shorter than a question's.
+    a, b = (node(start_daemon, redis, name) for name in "ab")
+    tokens = prompt("one", BLOCKS)
+    stored(a, start_engine(a), tokens, where="redis")
+    eventually(lambda: a.status()["cluster"]["fleet"]["counters"].get("entries_written", 0))
+    reader = start_engine(b, timeout=20.0)
+    reader.attach()
+    a.process.send_signal(signal.SIGSTOP)
+    found = reader.lookup(tokens, "r", wait_ms=15_000)
+    assert (found["matched"], found["asking"]) == (BLOCKS, False)
+    reader.release(found["lease"])
+    (peer,) = b.status()["cluster"]["peers"]
+    assert peer["state"] == "sick"
+    a.process.send_signal(signal.SIGCONT)
+    assert "never retrieved" not in b.log.read_text()
