@@ -15,7 +15,7 @@ from typing import Any
 
 import redis
 
-START_S = 20.0
+START_S = 60.0
 
 
 def free_port() -> int:
@@ -83,6 +83,7 @@ class RedisServer:
         if not config:
             command += ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
             command += ["--dir", str(self.folder), "--unixsocket", str(self.socket)]
+            command += ["--repl-diskless-sync-delay", "0"]
             if self.password:
                 command += ["--requirepass", self.password, "--masterauth", self.password]
             if self.tls is not None:
@@ -111,6 +112,10 @@ class RedisServer:
             files = {"ssl_ca_certs": self.tls.ca, "ssl_certfile": self.tls.cert, "ssl_keyfile": self.tls.key}
             tls = {"ssl": True, **{option: str(file) for option, file in files.items()}}
         return redis.Redis(host="127.0.0.1", port=self.port, password=self.password or None, protocol=2, **tls)
+
+    def await_master(self) -> None:
+        """Until a replica has what its master has."""
+        await_(lambda: self.client().info("replication")["master_link_status"] == "up", "the replica has no master")
 
     def kill(self) -> None:
         if self._process is not None:
@@ -179,7 +184,7 @@ class RedisCluster:
         for master, replica in zip(masters, self.nodes[3:], strict=False):
             replica.client().execute_command("CLUSTER", "REPLICATE", master)
         for replica in self.nodes[3:]:
-            await_(lambda one=replica: one.client().info("replication")["master_link_status"] == "up", "no replica")
+            replica.await_master()
 
     def _settled(self, node: RedisServer) -> bool:
         text = node.client().execute_command("CLUSTER", "INFO")
@@ -249,6 +254,7 @@ class Watched:
     def start(self) -> None:
         self.master.start()
         self.replica.start()
+        self.replica.await_master()
         ports = ["port", "0", "tls-port"] if self.sentinel.tls else ["port"]
         tls = self.master.tls.options if self.master.tls else ()
         lines = [" ".join(option) for option in pairs([*ports, str(self.sentinel.port), *tls])]

@@ -82,7 +82,7 @@ async def test_a_replica_takes_the_place_of_a_master_that_dies() -> None:
         async with opened(cluster.url) as tier:
             assert await tier.store(sends(range(60)), 30) == [None] * 60
             for master in cluster.nodes[:3]:
-                assert master.client().wait(1, 10_000) == 1
+                assert master.client().wait(1, 20_000) == 1
             victim = (place(tier, 0) + 1) % 3
             dead = [n for n in range(60) if place(tier, n) == victim]
             cluster.nodes[victim].kill()
@@ -223,7 +223,7 @@ async def test_the_master_that_sentinel_makes_is_found() -> None:
         async with opened(watched.url) as tier:
             assert tier.available, tier.status()
             assert await tier.store(sends(range(8)), 5) == [None] * 8
-            assert watched.master.client().wait(1, 5000) == 1
+            assert watched.master.client().wait(1, 20_000) == 1
             watched.fail_over()
             assert await tier.fetch(fetches(range(8)), 5) != [None] * 8
             await available(tier)
@@ -235,12 +235,8 @@ async def test_the_master_that_sentinel_makes_is_found() -> None:
             assert tier.status()["role"] == "master"
 
 
-async def refused(tier: RedisTier) -> str:
-    """What `status` says once the first probe has ended, without success."""
-    for _ in range(1000):
-        if tier.status()["reason"] != "not connected yet":
-            break
-        await asyncio.sleep(0.02)
+def refused(tier: RedisTier) -> str:
+    """What `status` says after the first probe, which had no success."""
     assert not tier.available
     return str(tier.status())
 
@@ -258,7 +254,7 @@ async def test_sentinels_that_want_a_login_and_tls_have_their_own(tmp_path: Path
         async with opened(watched.url, **right) as tier:
             assert tier.available, tier.status()
             assert await tier.store(sends(range(8)), 5) == [None] * 8
-            assert watched.master.client().wait(1, 5000) == 1
+            assert watched.master.client().wait(1, 20_000) == 1
             watched.fail_over()
             await tier.fetch(fetches(range(8)), 5)
             await available(tier)
@@ -268,7 +264,7 @@ async def test_sentinels_that_want_a_login_and_tls_have_their_own(tmp_path: Path
             check(jobs, reasons, range(8))
         for wrong in (more, {**right, "sentinel_password_file": str(tmp_path / "wrong")}):
             async with opened(watched.url, **wrong) as tier:
-                told = await refused(tier)
+                told = refused(tier)
                 assert "Authentication required" in told or "invalid username-password" in told
                 assert not any(word in told for word in ("of-redis", "of-the-sentinel", "of-nobody"))
 
@@ -279,7 +275,7 @@ async def test_sentinels_without_tls_before_a_redis_with_it(tmp_path: Path) -> N
         async with opened(watched.url, **certified.settings, sentinel_tls="off") as tier:
             assert tier.available, tier.status()
         async with opened(watched.url, **certified.settings) as tier:
-            assert "sentinel" in await refused(tier)
+            assert "sentinel" in refused(tier)
 
 
 async def test_over_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
