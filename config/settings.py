@@ -468,15 +468,13 @@ class PeerSettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class LeaseSettings(Section):
-    """How long engines may hold blocks, and how much of a pool one attachment may hold."""
+    """How long engines may hold blocks, and how much of a pool one process may hold."""
 
     name: ClassVar[str] = "leases"
     reservation: float = setting("30s", _duration(0.01, 3600), "time to copy into reserved slots and commit")
     lookup: float = setting("10s", _duration(0.01, 3600), "time that a looked-up prefix stays put")
-    budget_share: Share = setting("50%", _share(0.001, 1), "share of a pool that one attachment may pin")
-    quarantine_share: Share = setting(
-        "25%", _share(0.001, 1), "share of a pool that late writers of one attachment hold"
-    )
+    budget_share: Share = setting("50%", _share(0.001, 1), "share of a pool that one process may pin")
+    quarantine_share: Share = setting("25%", _share(0.001, 1), "share of a pool that late writers of one process hold")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from kvcascade.tiers.namespace import Namespace
 from kvcascade.tiers.pool import SlotState
 
 from .index import NO_ROW, NO_SLOT, U8, U32, U64, RowState, repeats
-from .lease import MAX_RANKS, Attachment, Entry, Fence, Lease, Reservation, Writer
+from .lease import MAX_RANKS, Attachment, Entry, Fence, Held, Lease, Reservation, Writer
 from .plans import Slots, Space
 from .protocol import POOL_DRAM, POOL_HBM, BlockState, Tier
 from .residency import Residency
@@ -67,6 +68,7 @@ class Cache:
         self._clock = clock
         # The loop's thread alone changes all of this.
         self.attachments: dict[bytes, Attachment] = {}
+        self._held: WeakValueDictionary[int, Held] = WeakValueDictionary()  # by process, while it has an attachment
         self.hit_tokens: Counter[str] = Counter()
         self._pending_owner: dict[int, Reservation] = {}  # pending row → who fills it
         self._fences: list[Fence] = []  # to be sent
@@ -78,8 +80,11 @@ class Cache:
         self.became_ready: Callable[[Reservation, npt.NDArray[np.int64]], None] = lambda reservation, entries: None
         self.was_used: Callable[[Space, U32], None] = lambda space, rows: None
 
-    def attach(self, namespace: Namespace, ranks: int, engine: str) -> Attachment:
-        """A new attachment of an engine with `ranks` ranks; LayoutMismatch when its KV heads cannot be split so."""
+    def attach(self, namespace: Namespace, ranks: int, engine: str, *, process: int = 0) -> Attachment:
+        """A new attachment of an engine with `ranks` ranks; LayoutMismatch when its KV heads cannot be split so.
+
+        `process`: the number of the process that attaches, whose attachments share their budgets; 0 if none is known.
+        """
         if not 1 <= ranks <= MAX_RANKS:
             raise Refused(f"ranks: {ranks} is not between 1 and {MAX_RANKS}")
         for shape in namespace.groups:
@@ -88,7 +93,8 @@ class Cache:
             spaces = tuple(self.residency.space(namespace, group) for group in range(len(namespace.groups)))
         except ConfigError as error:
             raise Refused(f"namespace: {error}") from error
-        attachment = Attachment(secrets.token_bytes(16), spaces, ranks, engine)
+        held = self._held.setdefault(process, Held()) if process else Held()
+        attachment = Attachment(secrets.token_bytes(16), spaces, ranks, engine, process=held)
         self.attachments[attachment.token] = attachment
         return attachment
 
@@ -137,7 +143,7 @@ class Cache:
                 created=now,
             )
             attachment.reservations[reservation.number] = reservation
-            attachment.quarantined_bytes += count * space.slot_bytes
+            attachment.quarantine(count * space.slot_bytes)
             for rank in range(ranks):
                 self._clear(reservation, np.arange(count), rank)
         self._forget_if_over(attachment)
@@ -190,7 +196,7 @@ class Cache:
 
         They are stamped as a whole chain, and pinned by the request's one lease.
 
-        Asking again for the same request renews its lease. Blocks past the attachment's budget of pins are not matched.
+        Asking again for the same request renews its lease. Blocks past its process's budget of pins are not matched.
         What is missing counts as a miss, once a request; not yet if the answer is not `final`.
         With `each` the hashes are no chain: whatever of them is resident, or being fetched, matches, and only what
         begins a chain is stamped, since a block may not be newer than its parent.
@@ -306,7 +312,7 @@ class Cache:
         most = self._settings.leases.budget_share.of(
             self.residency.dram.pool.capacity + (self.residency.hbm.pool.capacity if self.residency.hbm else 0)
         )
-        held = attachment.pinned_bytes - (len(old.rows) * old.space.slot_bytes if old else 0)
+        held = attachment.process.pinned_bytes - (len(old.rows) * old.space.slot_bytes if old else 0)
         return max(0, most - held) // space.slot_bytes
 
     def _pin(
@@ -315,7 +321,7 @@ class Cache:
         now = self._clock()
         hbm_pages = self._reference_hbm(rows)
         self.residency.index.pins[rows] += np.uint32(1)
-        attachment.pinned_bytes += len(rows) * space.slot_bytes
+        attachment.pin(len(rows) * space.slot_bytes)
         deadline = now + self._settings.leases.lookup
         if old is not None:
             self._unpin(old)
@@ -338,7 +344,7 @@ class Cache:
     def _unpin(self, lease: Lease) -> None:
         rows = lease.rows
         self.residency.index.pins[rows] -= np.uint32(1)
-        lease.attachment.pinned_bytes -= len(rows) * lease.space.slot_bytes
+        lease.attachment.pin(-len(rows) * lease.space.slot_bytes)
         if self.residency.hbm is not None and len(lease.hbm_pages):
             self.residency.hbm.release(lease.hbm_pages)
         self.residency.free_doomed(rows)
@@ -445,7 +451,7 @@ class Cache:
         if repeated or (found[have:] != NO_ROW).any():
             raise ProtocolError("field 'hashes': they are not one chain of block hashes")
         most = self._settings.leases.quarantine_share.of(self.residency.dram.pool.capacity)
-        if attachment.quarantined_bytes > most:
+        if attachment.process.quarantined_bytes > most:
             self.residency.counters["refused_quarantine"] += len(fresh)
             return nothing
         parent = int(resident[have - 1]) if have else NO_ROW
@@ -593,7 +599,7 @@ class Cache:
         self.residency.dram.pool.quarantine(pages[pools == POOL_DRAM])
         if self.residency.hbm is not None:
             self.residency.hbm.quarantine(pages[pools == POOL_HBM])
-        attachment.quarantined_bytes += len(entries) * reservation.space.slot_bytes
+        attachment.quarantine(len(entries) * reservation.space.slot_bytes)
         self.residency.counters["abandoned_blocks"] += len(entries)
         for rank in range(attachment.ranks):
             self._clear(reservation, entries, rank)
@@ -644,7 +650,7 @@ class Cache:
         self.residency.dram.free(pages[pools == POOL_DRAM])
         if self.residency.hbm is not None:
             self.residency.hbm.free(pages[pools == POOL_HBM])
-        reservation.attachment.quarantined_bytes -= len(entries) * reservation.space.slot_bytes
+        reservation.attachment.quarantine(-len(entries) * reservation.space.slot_bytes)
 
     def _close_if_over(self, reservation: Reservation) -> None:
         if reservation.closed:
@@ -732,6 +738,11 @@ class Cache:
                 wrong.append(f"{name}: {attachment.pinned_bytes} bytes pinned, its leases say {pinned}")
             if held != attachment.quarantined_bytes:
                 wrong.append(f"{name}: {attachment.quarantined_bytes} bytes quarantined, its reservations say {held}")
+        for process in {attachment.process for attachment in self.attachments.values()}:
+            together = [one for one in self.attachments.values() if one.process is process]
+            sums = (sum(one.pinned_bytes for one in together), sum(one.quarantined_bytes for one in together))
+            if sums != (process.pinned_bytes, process.quarantined_bytes):
+                wrong.append(f"a process holds {process}, its attachments say {sums}")
         if not np.array_equal(pins, index.pins):
             wrong.append(f"pins: the index says {int(index.pins.sum())}, the leases {int(pins.sum())}")
         pending_rows = np.flatnonzero(index.state[: index.high] == RowState.PENDING).tolist()

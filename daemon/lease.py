@@ -97,6 +97,14 @@ class Reservation:
         return bool(((self.state == Entry.READY) | (self.state == Entry.CLOSED)).all())
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Held:
+    """What all attachments of one process hold together: budgets are a process's, however often it attaches."""
+
+    pinned_bytes: int = 0
+    quarantined_bytes: int = 0
+
+
 @dataclass(eq=False, slots=True)
 class Attachment:
     """One engine: its scheduler's session and its ranks' sessions together."""
@@ -111,7 +119,18 @@ class Attachment:
     writers: dict[int, set[Writer]] = field(default_factory=dict)  # rank → sessions whose process may still write
     pinned_bytes: int = 0
     quarantined_bytes: int = 0
+    process: Held = field(default_factory=Held)  # of the one that attached
     sessions: int = 0  # connected ones; at zero the attachment ends once nothing is quarantined
+
+    def pin(self, nbytes: int) -> None:
+        """So many bytes are pinned more; fewer, where negative."""
+        self.pinned_bytes += nbytes
+        self.process.pinned_bytes += nbytes
+
+    def quarantine(self, nbytes: int) -> None:
+        """So many bytes are quarantined more; fewer, where negative."""
+        self.quarantined_bytes += nbytes
+        self.process.quarantined_bytes += nbytes
 
     def required(self, space: Space, first: int, count: int) -> U64:
         """One bit for each rank that must commit, for blocks [first, first + count) of a chain."""

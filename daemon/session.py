@@ -305,7 +305,8 @@ class Session(asyncio.Protocol):
         else:
             if role == protocol.ROLE_ENGINE and ranks != 1:
                 raise Refused("ranks: an engine of several ranks attaches as a scheduler and ranks")
-            attachment = cache.attach(namespace, ranks, " ".join(self.engine.values()).strip())
+            engine = " ".join(self.engine.values()).strip()
+            attachment = cache.attach(namespace, ranks, engine, process=self.pid)
             self._daemon.register_namespace(namespace)
         if role != protocol.ROLE_SCHEDULER:
             self.rank = take(body, "rank", int, default=0, lo=0)

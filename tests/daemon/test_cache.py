@@ -386,6 +386,27 @@ def test_an_attachment_pins_no_more_than_its_budget() -> None:
     node.close()
 
 
+def test_attachments_of_one_process_share_its_budget() -> None:
+    node = Node(slabs=1, budget=0.25)
+    first, other = node.engine(process=7), node.engine(process=8)
+    first.store(path(1, 6))
+    assert first.lookup(path(1, 6), b"r").matched == 4
+    second = node.engine(process=7)
+    assert second.lookup(path(1, 6), b"r").matched == 0
+    assert other.lookup(path(1, 6), b"r").matched == 4
+    node.expect_sound()
+    # The process that is gone leaves nothing to one that has its number.
+    first.end()
+    assert second.lookup(path(1, 6), b"r").matched == 4
+    second.end()
+    other.end()
+    third = node.engine(process=7)
+    assert third.attachment.process.pinned_bytes == 0
+    third.end()
+    node.expect_idle()
+    node.close()
+
+
 def test_a_lookup_that_does_not_pin_holds_nothing(node: Node) -> None:
     engine = node.engine()
     engine.store(A)

@@ -213,6 +213,29 @@ def test_quarantine_is_capped_for_its_attachment_alone(start_daemon, start_engin
     assert set(scheduler.reserve(prompt("c", 32))["states"]) == {"SLOT"}
 
 
+def test_a_process_that_attaches_again_and_again_has_one_budget(start_daemon, start_engine):
+    # C1: 128 slots, of which late writers of a process may hold a quarter, and its lookups half.
+    daemon = start_daemon(dram="4MiB", dram_slab="1MiB", disk="", disk_size="", leases_quarantine_share="25%",
+                          leases_reservation=f"{RESERVATION_S}s")  # fmt: skip
+    greedy, other = start_engine(daemon), start_engine(daemon)
+    for number in range(12):
+        greedy.reserve(prompt(f"late {number}", 8))
+        greedy.begin_copy()
+        eventually(lambda number=number: quarantined(daemon) == min(8 * (number + 1), 40))
+        greedy.again()
+    assert quarantined(daemon) == 40
+    assert set(greedy.reserve(prompt("more", 8))["states"]) == {"NO_ROOM"}
+    other.store(prompt("a", 80))
+    for number in range(4):
+        greedy.again()
+        assert greedy.lookup(prompt("a", 80), f"{number}")["matched"] == (64 if number == 0 else 0)
+    assert daemon.status()["leases"]["pins"] == 64
+    assert other.lookup(prompt("a", 80))["matched"] == 64
+    greedy.kill()
+    eventually(lambda: quarantined(daemon) == 0)
+    assert other.store(prompt("b", 40))["ready"] == 40
+
+
 # ---- forked
 
 

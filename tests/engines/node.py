@@ -227,8 +227,8 @@ class Node:
         if self.hbm is not None:
             self.hbm.close()
 
-    def engine(self, kind: Namespace = NAMESPACE, ranks: int = 1) -> Engine:
-        attachment = self.cache.attach(kind, ranks, "test")
+    def engine(self, kind: Namespace = NAMESPACE, ranks: int = 1, *, process: int = 0) -> Engine:
+        attachment = self.cache.attach(kind, ranks, "test", process=process)
         attachment.sessions = 1
         if self.disk is not None:
             self.disk.register_namespace(kind.fingerprint(), cbor2.dumps(kind.to_map()))

@@ -20,6 +20,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,7 @@ class Side:
         self._copies = ExitStack()
         self._reservation: Reservation | None = None
         self._chain: list[bytes] = []
+        self._left: list[Session] = []
 
     def start(
         self,
@@ -254,7 +256,8 @@ class Side:
         self._ranks, self._rank = ranks, rank
         algo, scheme = self._namespace.hash_algo, self._namespace.key_scheme
         root = none_hash(seed if probe_seed is None else probe_seed, algo)
-        self._session = Session(
+        self._open = partial(
+            Session,
             namespace=self._namespace.to_map(),
             probe=probe_hashes(algo=algo, none_hash=root, key_scheme=scheme),
             engine=(family, "1"),
@@ -265,7 +268,13 @@ class Side:
             socket_path=socket_path,
             timeout=timeout,
         )
+        self._session = self._open()
         return os.getpid()
+
+    def again(self) -> None:
+        """Another session of this process, which leaves the one it had as it is."""
+        self._left.append(self._session)
+        self._session = self._open()
 
     def attach(self, timeout: float | None = None) -> dict[str, Any]:
         info = self._session.attach(timeout)
