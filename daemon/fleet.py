@@ -268,7 +268,8 @@ class Fleet:
     def _unsealed(self, data: bytes) -> _Record:
         tag, body = data[:TAG_BYTES], data[TAG_BYTES:]
         if not self._secret.proves(tag, "nodes", body):
-            raise ProtocolError("record: it is not signed with the fleet's secret")
+            mine = "" if self._secret.shared else "; this node has none"
+            raise ProtocolError(f"record: it is not signed with the secret of this node (cluster.secret_file{mine})")
         return _Record.unpack(body)
 
     def _is_ours(self, data: bytes | None) -> bool:
@@ -377,7 +378,10 @@ class Fleet:
         self._told = namespaces
 
     async def _meet(self, now: float) -> None:
-        """Reads the records of the other nodes, to know those with which nothing can be shared, or nothing is."""
+        """Reads the records of the other nodes, to know those with which nothing can be shared, or nothing is.
+
+        One that lacks the fleet's secret is among them: all looks well to it, and its record is noise to the others.
+        """
         names = await self._store.enlist(b"nodes", self.me.name.encode(), ROLL_S, self._timeout)
         names = [name for name in names if len(name) <= 64 and name != self.me.name.encode()][:MET]
         if names:
@@ -387,15 +391,18 @@ class Fleet:
             values = []
         self._different.clear()
         self._alike.clear()
-        for record, told in zip(values[: len(names)], values[len(names) :], strict=True):
+        for name, record, told in zip(names, values[: len(names)], values[len(names) :], strict=True):
             if record:
                 try:
                     known = self._unsealed(record)
                     if self._lives(known, now):
                         self.note(known.info)
                         self._compare(known.info, told)
-                except CascadeError:
+                except CascadeError as error:
                     self.counters["bad_records"] += 1
+                    shown = name.decode(errors="replace")
+                    if _NAME.fullmatch(shown):
+                        self._different[shown] = f"{shown}: {error}"
 
     def _compare(self, info: NodeInfo, told: bytes | None) -> None:
         """Remembers what keeps engines from sharing that could. CascadeError for what no node tells."""

@@ -392,6 +392,22 @@ async def test_without_a_secret_a_forged_record_is_a_hint_like_any_other(server:
         assert b.problems() == []
 
 
+async def test_a_node_that_lacks_the_secret_is_named_on_both_sides(server: RedisServer) -> None:
+    async with node(server, A) as a, node(server, B, Secret()) as b:
+        await until(lambda: a.problems() and b.problems())
+        assert "b: record: it is not signed with the secret of this node (cluster.secret_file)" in a.problems()[0]
+        assert "a: record: " in b.problems()[0]
+        assert "(cluster.secret_file; this node has none)" in b.problems()[0]
+        # Nor can a name in the roll speak to the terminal of whoever asks for the status.
+        server.client().zadd("kvcascade:nodes", {b"\x1b[2J": 9e9})
+        server.client().set(b"kvcascade:node:\x1b[2J", b"x" * 64)
+        await asyncio.sleep(0.5)
+        assert len(a.problems()) == 1
+        await b.stop()
+        server.client().delete("kvcascade:node:\x1b[2J")
+        await until(lambda: not a.problems())
+
+
 async def test_garbage_for_entries_is_no_holder(server: RedisServer) -> None:
     async with node(server, B) as b:
         key = b"kvcascade:d:" + SECRET.name_of(BlockName(SPACE, 0, HASHES[3]))
