@@ -80,7 +80,9 @@ class Cluster:
         settings, daemon = self._settings, self._daemon
         if settings.cluster.codec == "auto":
             await asyncio.to_thread(self._choice.measure)
-        self.granting = Granting(settings, daemon.cache, daemon.transfer, boot=daemon.boot, clock=daemon.clock)
+        self.granting = Granting(
+            settings, daemon.cache, daemon.transfer, self._secret, boot=daemon.boot, clock=daemon.clock
+        )
         if settings.peers.listen is not None:
             self.server = PeerServer(
                 settings.peers, self._secret, self.info, self.granting, codec=self._peer_codec, met=self._met
@@ -89,7 +91,7 @@ class Cluster:
         self.peers = await stack.enter_async_context(Peers(settings.peers, self._secret, self.info, met=self._met))
         if settings.redis.url:
             await self._open_redis(stack)
-        self._peer_source = PeerSource(self.peers, self.fleet)
+        self._peer_source = PeerSource(self.peers, self.fleet, self._secret)
         self._sources.append(self._peer_source)
         self.remote = await stack.enter_async_context(
             Remote(settings.cluster, daemon.cache, daemon.transfer, self._sources, clock=daemon.clock)

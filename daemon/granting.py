@@ -19,7 +19,7 @@ import cbor2
 from kvcascade.config.errors import ProtocolError, Refused
 from kvcascade.config.settings import Endpoint, Settings
 from kvcascade.tiers.block import CRYPTOGRAPHIC, itemsize
-from kvcascade.tiers.remote import BlockName
+from kvcascade.tiers.remote import TAG_BYTES, BlockName, Secret
 
 from .cache import Cache
 from .index import NO_ROW, NO_SLOT, RowState
@@ -34,7 +34,7 @@ GRANT_S = 30.0  # how long blocks are held while they are being sent
 GRACE_S = 0.2  # how long blocks are waited for of which nothing is known yet, of a prompt that was handed off
 POLL_S = 0.005  # how often a prefix that is still being stored is looked at
 MOST_HANDOFF_S = 600.0
-TICKET_FORMAT = 1
+TICKET_FORMAT = 2
 MAX_TICKET = 1024
 
 
@@ -56,22 +56,30 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Where a handed-off prefix lies: a node's address and incarnation. Travels with a request as opaque bytes."""
+    """Where a handed-off prefix lies: a node's address and incarnation. Travels with a request as opaque bytes.
+
+    Clients may see and change what travels with a request. The fleet's secret proves that a node of it wrote a ticket,
+    so that nobody else has a daemon connect to where they wish.
+    """
 
     node: str
     boot: bytes
     endpoint: Endpoint
 
-    def pack(self) -> bytes:
-        return cbor2.dumps([TICKET_FORMAT, self.node, self.boot, self.endpoint.host, self.endpoint.port])
+    def pack(self, secret: Secret) -> bytes:
+        body = cbor2.dumps([TICKET_FORMAT, self.node, self.boot, self.endpoint.host, self.endpoint.port])
+        return secret.tag("tickets", body) + body
 
     @classmethod
-    def unpack(cls, data: bytes) -> "Ticket":
-        """ProtocolError for what is no ticket of this format."""
+    def unpack(cls, data: bytes, secret: Secret) -> "Ticket":
+        """ProtocolError for what is no ticket of this format, Refused for one of another fleet, or of none."""
         if len(data) > MAX_TICKET:
             raise ProtocolError(f"field 'ticket': {len(data)} bytes are more than {MAX_TICKET}")
-        match decode_body(b"\xa1\x61t" + data).get("t"):
-            case [1, str(node), bytes(boot), str(host), int(port)] if len(boot) == 16 and 0 < port < 65536:
+        tag, body = data[:TAG_BYTES], data[TAG_BYTES:]
+        if not secret.proves(tag, "tickets", body):
+            raise Refused("field 'ticket': no node with this node's cluster.secret_file wrote it")
+        match decode_body(b"\xa1\x61t" + body).get("t"):
+            case [2, str(node), bytes(boot), str(host), int(port)] if len(boot) == 16 and 0 < port < 65536:
                 return cls(node, boot, Endpoint(host, port))
         raise ProtocolError("field 'ticket': it is none of this version's")
 
@@ -80,9 +88,17 @@ class Granting:
     """The daemon's answers to other nodes; on the loop's thread."""
 
     def __init__(
-        self, settings: Settings, cache: Cache, transfer: Transfer, *, boot: bytes, clock: Callable[[], float]
+        self,
+        settings: Settings,
+        cache: Cache,
+        transfer: Transfer,
+        secret: Secret,
+        *,
+        boot: bytes,
+        clock: Callable[[], float],
     ) -> None:
         self._settings = settings
+        self._secret = secret
         self._cache = cache
         self._transfer = transfer
         self._boot = boot
@@ -183,7 +199,7 @@ class Granting:
         """Whatever is handed off has the same; empty where hand-offs are refused."""
         if endpoint is None or space.namespace.hash_algo not in CRYPTOGRAPHIC:
             return b""
-        return Ticket(node, self._boot, endpoint).pack()
+        return Ticket(node, self._boot, endpoint).pack(self._secret)
 
     def hand_off(self, space: Space, hashes: bytes, seconds: float, endpoint: Endpoint | None, node: str) -> bytes:
         """Pins a chain, as far as it is here or being stored here, for another node; its ticket."""
@@ -196,7 +212,7 @@ class Granting:
         keys = self._cache.residency.keys(space, hashes)
         lease = self._cache.hold(attachment, space, keys, min(seconds, MOST_HANDOFF_S), pending=True)
         self._handoffs[lease.number] = lease
-        return Ticket(node, self._boot, endpoint).pack()
+        return Ticket(node, self._boot, endpoint).pack(self._secret)
 
     def _end_handoff(self, number: int) -> None:
         handoff = self._handoffs.pop(number)

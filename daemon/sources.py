@@ -7,7 +7,7 @@ from functools import partial
 
 from kvcascade.config.settings import Endpoint
 from kvcascade.tiers.redis import RedisTier
-from kvcascade.tiers.remote import BlockName, Fetch
+from kvcascade.tiers.remote import BlockName, Fetch, Secret
 
 from .cost import Link
 from .fleet import Fleet
@@ -51,8 +51,9 @@ class PeerSource:
 
     tier = Tier.PEER
 
-    def __init__(self, peers: Peers, fleet: Fleet | None) -> None:
+    def __init__(self, peers: Peers, fleet: Fleet | None, secret: Secret) -> None:
         self._peers = peers
+        self._secret = secret
         self._fleet = fleet
         self.links: dict[bytes, Link] = {}
 
@@ -62,7 +63,7 @@ class PeerSource:
         CascadeError when the directory cannot be read, or when none of the nodes answers.
         """
         if ticket:
-            named = Ticket.unpack(ticket)
+            named = Ticket.unpack(ticket, self._secret)
             # So long for blocks that are still being stored there.
             return [await self._ask(named.node, named.endpoint, named.boot, space, hashes, timeout, 1.5 * timeout)]
         if self._fleet is None:

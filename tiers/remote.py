@@ -89,7 +89,7 @@ class Secret:
     def __init__(self, secret: bytes = b"") -> None:
         self.shared = bool(secret)
         root = blake2b(secret, digest_size=32, person=b"kvcascade-root").digest()
-        uses = ("names", "values", "veils", "peers", "nodes")
+        uses = ("names", "values", "veils", "peers", "nodes", "tickets")
         self._keys = {use: blake2b(use.encode(), key=root, digest_size=32).digest() for use in uses}
 
     @classmethod

@@ -1,6 +1,7 @@
 """Two nodes share prefixes: real daemons, a real Redis, engines in processes of their own, a pattern in every byte."""
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,10 @@ import pytest
 from engines.nodes import BLOCKS, Start, fetch, node, stored
 from engines.redis_server import RedisServer, serve
 from engines.scripted import Engine, eventually, prompt
+
+from kvcascade.config.settings import Endpoint
+from kvcascade.daemon.granting import Ticket
+from kvcascade.tiers.remote import TAG_BYTES, Secret
 
 
 @pytest.fixture
@@ -359,6 +364,32 @@ def test_a_secret_keeps_strangers_out(
     assert fetch(stranger, tokens)["matched"] == 0
     ticket = writer.hand_off(tokens)
     assert fetch(stranger, tokens, "again", ticket=ticket)["loaded"] == 0
+
+
+def test_nobody_without_the_secret_has_a_node_connect_where_they_wish(
+    start_daemon: Start, start_engine: Start, tmp_path: Path
+) -> None:
+    """Clients may write what they like into the parameters that carry a ticket."""
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of the fleet")
+    secret.chmod(0o600)
+    a, b = (node(start_daemon, None, name, cluster_secret_file=str(secret)) for name in "ab")
+    writer, reader = start_engine(a), start_engine(b)
+    tokens = prompt("one", BLOCKS)
+    writer.store(tokens)
+    ticket = writer.hand_off(tokens)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.5)
+        here = Ticket("a", b"x" * 16, Endpoint("127.0.0.1", listener.getsockname()[1]))
+        body = here.pack(Secret())[TAG_BYTES:]
+        forged = [here.pack(Secret()), here.pack(Secret(b"a guess at the secret")), ticket[:TAG_BYTES] + body, body]
+        forged += [bytes(TAG_BYTES), ticket[:-1], ticket[:40] + bytes([ticket[40] ^ 1]) + ticket[41:]]
+        for number, one in enumerate(forged):
+            assert fetch(reader, tokens, f"{number}", ticket=one)["matched"] == 0
+        with pytest.raises(TimeoutError):
+            listener.accept()
+    assert b.status()["cluster"]["peers"] == []
+    assert fetch(reader, tokens, "good", ticket=ticket)["loaded"] == BLOCKS
 
 
 def test_recomputing_that_is_quicker_is_left_to_the_engine(

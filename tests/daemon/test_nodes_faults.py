@@ -18,6 +18,7 @@ from engines.scripted import eventually, prompt
 
 from kvcascade.config.settings import Endpoint
 from kvcascade.daemon.granting import Ticket
+from kvcascade.tiers.remote import Secret
 
 
 @pytest.fixture
@@ -270,7 +271,7 @@ def test_a_peer_that_speaks_another_protocol_is_told_and_costs_a_miss(
     tokens = prompt("one", BLOCKS)
     writer.store(tokens)
     with answering(STRANGERS[what]) as port:
-        ticket = Ticket("stranger", b"x" * 16, Endpoint("127.0.0.1", port)).pack()
+        ticket = Ticket("stranger", b"x" * 16, Endpoint("127.0.0.1", port)).pack(Secret())
         assert fetch(reader, tokens, "1", ticket=ticket)["loaded"] == 0
         (peer,) = b.status()["cluster"]["peers"]
         assert peer["endpoint"] == f"127.0.0.1:{port}" and peer["state"] == "sick" and peer["reason"]
