@@ -10,9 +10,9 @@ node's by now; the node itself says exactly what it has. A chain is never assume
 question are asked for in one MGET, and the last one that some node names decides how far to ask that node.
 
 What it costs is in `make bench`: 10 bytes of Redis a block (160 for an entry, which stands for 16), one pipelined SET
-for each 16 blocks stored, and at rest a GET and two SETs a node every 5 s; no SCAN, no heartbeat a block. Once a minute
-each node adds its name to one sorted set and reads it, to meet those it has not met. Entries live as long as blocks in
-Redis do; one that leads to a node that has been gone for as long as a lease goes when met.
+for each 16 blocks stored, and at rest an MGET and two SETs a node every 5 s; no SCAN, no heartbeat a block. Once a
+minute each node adds its name to one sorted set and reads it, to meet those it has not met. Entries live as long as
+blocks in Redis do; one that leads to a node that has been gone for as long as a lease goes when met.
 
 With the same roll each node tells of its engines' namespaces (`s:` and its name), so that nodes whose engines are alike
 and share nothing all the same say so (alike.py).
