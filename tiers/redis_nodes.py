@@ -64,7 +64,6 @@ class Course:
                 self._wires.remove(wire)
                 if self.over and not self._wires:
                     self._let_go()
-                self._let_go = lambda: None  # who comes too late to begin ends all the same
 
     async def stop(self) -> None:
         """Cuts what is under way, and waits until nobody touches the memory."""
