@@ -22,7 +22,7 @@ from kvcascade.tiers.block import CRYPTOGRAPHIC, itemsize
 from kvcascade.tiers.remote import TAG_BYTES, BlockName, Secret
 
 from .cache import Cache
-from .index import NO_ROW, NO_SLOT, RowState
+from .index import NO_ROW, NO_SLOT, U64, RowState
 from .lease import Attachment, Lease
 from .plans import Space
 from .protocol import decode_body
@@ -32,7 +32,8 @@ log = logging.getLogger("kvcascade.granting")
 
 GRANT_S = 30.0  # how long blocks are held while they are being sent
 GRACE_S = 0.2  # how long blocks are waited for of which nothing is known yet, of a prompt that was handed off
-POLL_S = 0.005  # how often a prefix that is still being stored is looked at
+POLL_S = 0.005  # how often a prefix that is still being stored is looked at, at first
+POLL_SHARE = 0.05  # of what it was waited for already is added to that at most
 MOST_HANDOFF_S = 600.0
 TICKET_FORMAT = 2
 MAX_TICKET = 1024
@@ -132,18 +133,31 @@ class Granting:
         residency = self._cache.residency
         index = residency.index
         keys = residency.keys(space, hashes)
-        now = self._clock()
+        begun = now = self._clock()
         deadline, grace = now + wait, now + min(wait, GRACE_S)
-        while True:
-            rows = index.find(space.number, keys)
-            ready = residency.is_ready(rows)
-            count = len(rows) if ready.all() else int(ready.argmin())
-            pending = count < len(rows) and rows[count] != NO_ROW and index.state[rows[count]] == RowState.PENDING
-            left = (deadline if pending else grace) - self._clock()
-            if count == len(rows) or left <= 0:
-                index.touch_up(rows[:count])
-                return count
-            await asyncio.sleep(min(POLL_S, left))
+        count = self._ready(space, keys)
+        while count < len(keys):
+            # Of a long prompt only the next block is looked at again and again: many may be waiting here at a time.
+            (row,) = index.find(space.number, keys[count : count + 1])
+            pending = row != NO_ROW and index.state[row] == RowState.PENDING
+            left = (deadline if pending else grace) - now
+            if left <= 0:
+                break
+            await asyncio.sleep(min(max(POLL_S, POLL_SHARE * (now - begun)), left))
+            now = self._clock()
+            if self._ready(space, keys[count : count + 1]):
+                count += self._ready(space, keys[count:])
+        rows = index.find(space.number, keys[:count])
+        ready = residency.is_ready(rows)
+        rows = rows if ready.all() else rows[: int(ready.argmin())]
+        index.touch_up(rows)
+        return len(rows)
+
+    def _ready(self, space: Space, keys: U64) -> int:
+        """How many of the leading blocks of these are here now."""
+        residency = self._cache.residency
+        ready = residency.is_ready(residency.index.find(space.number, keys))
+        return len(keys) if ready.all() else int(ready.argmin())
 
     async def grant(self, namespace: bytes, group: int, hashes: bytes) -> Grant | None:
         """Holds the leading blocks of a piece of a chain that are here, in memory; None where there is none."""

@@ -1,0 +1,69 @@
+"""What other nodes are told of a prefix that is still being stored here: on a real cache."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+from engines.node import Node
+
+from kvcascade.daemon.granting import Granting
+from kvcascade.daemon.index import Index
+from kvcascade.daemon.transfer import Transfer
+
+CHAIN = tuple(range(40))
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = Node()
+    yield node
+    node.expect_sound()
+    node.close()
+
+
+def granting(node: Node) -> Granting:
+    nothing_is_promoted = cast(Transfer, None)
+    return Granting(node.settings, node.cache, nothing_is_promoted, boot=b"a" * 16, clock=time.monotonic)
+
+
+async def test_who_waits_for_a_long_prompt_looks_at_one_block_at_a_time(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many wait at once: 32 of them that looked at 2000 blocks each held up this node's own hits for 110 ms."""
+    engine = node.engine()
+    reserved = engine.reserve(CHAIN)
+    hashes = engine.hashes(CHAIN)
+    looked: asyncio.Queue[int] = asyncio.Queue()
+    find = Index.find
+
+    def counted(index: Index, space: int, keys: Any) -> Any:
+        looked.put_nowait(len(keys))
+        return find(index, space, keys)
+
+    monkeypatch.setattr(Index, "find", counted)
+    waiting = asyncio.create_task(
+        granting(node).leading(engine.space.fingerprint, engine.space.group, hashes, wait=30.0)
+    )
+    first, *later = [await looked.get() for _ in range(20)]
+    assert first == 40 and set(later) == {1}
+    engine.commit(reserved.lease, list(range(25)))
+    while await looked.get() == 1:
+        pass
+    assert {await looked.get() for _ in range(5)} == {1} and not waiting.done()
+    engine.commit(reserved.lease, list(range(25, 40)))
+    assert await waiting == 40
+
+
+async def test_a_prefix_whose_storing_is_given_up_is_waited_for_no_longer(node: Node) -> None:
+    engine = node.engine()
+    reserved = engine.reserve(CHAIN)
+    hashes = engine.hashes(CHAIN)
+    waiting = asyncio.create_task(
+        granting(node).leading(engine.space.fingerprint, engine.space.group, hashes, wait=600.0)
+    )
+    await asyncio.sleep(0.05)
+    engine.commit(reserved.lease, list(range(10)))
+    engine.abort(reserved.lease, list(range(10, 40)))
+    assert await waiting == 10
