@@ -30,6 +30,7 @@ ASKED: Final = "do_remote_decode"
 VERSION: Final = 1
 MOST_TOKENS: Final = 1 << 32
 MOST_TEXT: Final = 2048
+MOST_SHOWN: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,13 @@ class HandOff:
     def from_parameters(cls, value: object) -> Self:
         """ProtocolError for what is no hand-off of this version."""
         if not isinstance(value, Mapping):
-            raise ProtocolError(f"{HANDOFF}: must be a map, got {value!r:.40}")
-        if value.get("version") != VERSION:
-            raise ProtocolError(f"{HANDOFF}.version: must be {VERSION}, got {value.get('version')!r:.40}")
+            raise ProtocolError(f"{HANDOFF}: must be a map, got {_shown(value)}")
+        version = value.get("version")
+        if type(version) is not int or version != VERSION:
+            raise ProtocolError(f"{HANDOFF}.version: must be {VERSION}, got {_shown(version)}")
         tokens = value.get("tokens")
         if type(tokens) is not int or not 0 < tokens < MOST_TOKENS:
-            raise ProtocolError(f"{HANDOFF}.tokens: must be a number of tokens, got {tokens!r:.40}")
+            raise ProtocolError(f"{HANDOFF}.tokens: must be a number of tokens, got {_shown(tokens)}")
         try:
             ticket = b64decode(_text(value, "ticket"), validate=True)
         except (binascii.Error, ValueError) as error:
@@ -105,15 +107,15 @@ class Wishes:
         if parameters is None:
             return cls()
         if not isinstance(parameters, Mapping):
-            return cls(refused=f"{PARAMETERS}: must be a map, got {parameters!r:.40}")
+            return cls(refused=f"{PARAMETERS}: must be a map, got {_shown(parameters)}")
         wish = parameters.get(WISH, "on")
-        if wish not in ("on", "off", "read", "write"):
-            refused = f"{PARAMETERS}.{WISH}: must be on, off, read or write, got {wish!r:.40}"
+        if not isinstance(wish, str) or wish not in ("on", "off", "read", "write"):
+            refused = f"{PARAMETERS}.{WISH}: must be on, off, read or write, got {_shown(wish)}"
             return cls(reads=False, writes=False, refused=refused)
         reads, writes = wish in ("on", "read"), wish in ("on", "write")
         asked = parameters.get(ASKED)
-        if asked not in (None, False, True):
-            return cls(reads, writes, refused=f"{PARAMETERS}.{ASKED}: must be true or false, got {asked!r:.40}")
+        if asked is not None and type(asked) is not bool:
+            return cls(reads, writes, refused=f"{PARAMETERS}.{ASKED}: must be true or false, got {_shown(asked)}")
         try:
             value = parameters.get(HANDOFF)
             return cls(reads, writes, bool(asked), None if value is None else HandOff.from_parameters(value))
@@ -121,10 +123,21 @@ class Wishes:
             return cls(reads, writes, bool(asked), refused=str(error))
 
 
+def _shown(value: object) -> str:
+    """A value for a message; by its type alone where showing it could take long, or fail: it may be nested at will."""
+    if value is None or isinstance(value, bool | float):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value[:MOST_SHOWN])
+    if isinstance(value, int) and abs(value) < 1 << 64:
+        return repr(value)
+    return f"a value of type {type(value).__name__:.40}"
+
+
 def _text(value: Mapping[Any, Any], name: str) -> str:
     text = value.get(name)
     if not isinstance(text, str) or not 0 < len(text) <= MOST_TEXT:
-        raise ProtocolError(f"{HANDOFF}.{name}: must be a text of at most {MOST_TEXT} characters, got {text!r:.40}")
+        raise ProtocolError(f"{HANDOFF}.{name}: must be a text of at most {MOST_TEXT} characters, got {_shown(text)}")
     return text
 
 

@@ -78,6 +78,33 @@ def test_what_is_not_understood_is_refused_by_the_fields_name_and_nothing_else(a
     assert found == Wishes(refused=found.refused)
 
 
+def _nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+ODD = {
+    "huge": 10**5000,
+    "deep": _nested(100_000),
+    "long": [0] * 100_000,
+    "map": {1: 2},
+    "nan": float("nan"),
+    "bytes": b"\xff",
+    "surrogates": "\ud800" * 99,
+}
+
+
+@pytest.mark.parametrize("odd", list(ODD.values()), ids=list(ODD))
+def test_nothing_that_a_request_says_raises_in_the_engine(odd: Any) -> None:
+    # An error in a scheduler ends the engine for all of its requests.
+    told = [Wishes.of(odd), Wishes.of({"kvcascade": odd}), Wishes.of({"do_remote_decode": odd})]
+    told += [Wishes.of({HANDOFF: odd})] + [Wishes.of(parameters(**{name: odd})) for name in parameters()[HANDOFF]]
+    for one in told:
+        assert (one.refused or one == Wishes()) and len(one.refused) < 400 and one.handoff is None
+
+
 def test_a_wish_that_is_not_understood_is_taken_for_the_strictest() -> None:
     found = Wishes.of({"kvcascade": "Off"} | parameters())
     assert found.refused.startswith("kv_transfer_params.kvcascade: ")
