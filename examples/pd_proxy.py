@@ -8,8 +8,8 @@ it comes. Both run with `CascadeConnector`, beside daemons that reach one anothe
 different engines"). Either option may be given several times: requests go round. Runs in vLLM's own environment, which
 has aiohttp.
 
-Rule: the prefill is a help and never a condition. Where it fails, or gives no hand-off, the decode server computes the
-prompt. Only what the prefill server finds wrong with the request itself goes back to the client at once.
+Rule: the prefill is a help and never a condition. Where it fails, is refused or gives no hand-off, the decode server
+computes the prompt; it says itself what is wrong with a request.
 """
 
 import argparse
@@ -68,7 +68,7 @@ class Proxy:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         try:
             body = await request.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
             return web.json_response({"error": {"message": "the body must be a JSON object", "code": 400}}, status=400)
@@ -76,14 +76,12 @@ class Proxy:
         body.pop(FIELD, None)
         if not several(body):
             given = await self._prefilled(request, body)
-            if isinstance(given, web.Response):
-                return given
             if given is not None:
                 body[FIELD] = given
         return await self._passed(request, json=body)
 
     async def _prefilled(self, request: web.Request, body: Mapping[str, Any]) -> Any:
-        """The hand-off; None where there is none; a response where the request itself is at fault."""
+        """The hand-off; None where there is none."""
         server = next(self._prefill)
         headers = passed_on(request.headers, but=("accept-encoding", "content-type"))
         headers["Accept-Encoding"] = "identity"
@@ -91,13 +89,10 @@ class Proxy:
             async with self._client.post(
                 server + request.path, json=for_prefill(body), headers=headers, timeout=ClientTimeout(PREFILL_S)
             ) as answer:
-                if 400 <= answer.status < 500:
-                    return web.Response(
-                        body=await answer.read(), status=answer.status, content_type=answer.content_type
-                    )
                 answer.raise_for_status()
-                return (await answer.json()).get(FIELD)
-        except (ClientError, TimeoutError, ValueError) as error:
+                told = await answer.json()
+                return told.get(FIELD) if isinstance(told, dict) else None
+        except (ClientError, TimeoutError, ValueError, RecursionError) as error:
             log.warning("not prefilled server=%s reason=%s: %s", server, type(error).__name__, error)
             return None
 

@@ -5,10 +5,12 @@ import json
 import re
 import shlex
 import shutil
+import threading
 import urllib.error
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from engines.scripted import eventually
@@ -156,3 +158,54 @@ def test_prefill_on_one_rank_and_decode_on_two_and_the_other_way(
         assert complete(there, prompt(3))[0] == plain[3]
         one.process.kill()
         assert complete(there, prompt(0), cache_salt="new")[0] == plain[0]
+
+
+class _Answering(BaseHTTPRequestHandler):
+    """A server that says what `told` holds, and remembers what it was asked."""
+
+    told: ClassVar[tuple[int, bytes]]
+    asked: ClassVar[list[Any]]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body.get("kv_transfer_params"))
+        status, said = self.told
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("said", [(429, b"{}"), (404, b"{}"), (500, b""), (200, b"[1]"), (200, b"{"), (200, b"{}")])
+def test_whatever_the_prefill_server_says_the_decode_server_is_asked(
+    vllm_python: Path, tmp_path: Path, said: tuple[int, bytes]
+) -> None:
+    with ExitStack() as stack:
+        servers = []
+        for told in (said, (200, b'{"drawn": 1}')):
+            handler = type("Handler", (_Answering,), {"told": told, "asked": []})
+            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+            thread = threading.Thread(target=server.serve_forever)
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(server.shutdown)
+            servers.append((f"http://127.0.0.1:{server.server_port}", handler))
+        (prefill, asked_first), (decode, asked) = servers
+        command = [vllm_python, "-P", ROOT / "examples/pd_proxy.py", "--prefill", prefill, "--decode", decode]
+        proxy = stack.enter_context(serving(command, tmp_path / "proxy.log"))
+        answer = eventually(lambda: _posted(proxy), 60)
+        assert answer == b'{"drawn": 1}'
+        assert asked_first.asked == [{"do_remote_decode": True}] and asked.asked == [None]
+
+
+def _posted(proxy: Server) -> bytes | None:
+    try:
+        return proxy.post("/v1/completions", prompt=[1, 2])
+    except urllib.error.HTTPError:
+        raise
+    except OSError:  # it does not listen yet
+        return None
