@@ -104,7 +104,7 @@ class Granting:
         self._transfer = transfer
         self._boot = boot
         self._clock = clock
-        self._attachments: dict[bytes, Attachment] = {}
+        self._attachments: dict[tuple[bytes, str], Attachment] = {}
         self._handoffs: dict[int, Lease] = {}
         self._numbers = itertools.count(1)
 
@@ -114,10 +114,13 @@ class Granting:
                 return space if space.namespace.hash_algo in CRYPTOGRAPHIC else None
         return None
 
-    def _attachment(self, space: Space) -> Attachment:
-        known = self._attachments.get(space.fingerprint)
+    def _attachment(self, space: Space, use: str) -> Attachment:
+        """In whose name blocks are pinned. Each use has its own share of the pool: what is handed off and not fetched
+        yet must leave room to those who fetch it.
+        """
+        known = self._attachments.get((space.fingerprint, use))
         if known is None:
-            known = self._attachments[space.fingerprint] = self._cache.attach(space.namespace, 1, "peers")
+            known = self._attachments[space.fingerprint, use] = self._cache.attach(space.namespace, 1, use)
             known.sessions = 1  # as long as the daemon lives
         return known
 
@@ -165,7 +168,7 @@ class Granting:
         if space is None or len(hashes) % space.width:
             return None
         cache, residency = self._cache, self._cache.residency
-        attachment = self._attachment(space)
+        attachment = self._attachment(space, "peers")
         lease = cache.hold(attachment, space, residency.keys(space, hashes), GRANT_S)
         try:
             # Who asks takes a node for dead that says nothing for so long; half of it is for what comes from disk.
@@ -222,7 +225,7 @@ class Granting:
         if space.namespace.hash_algo not in CRYPTOGRAPHIC:
             raise Refused(f"handoff: hashes of {space.namespace.hash_algo} may not leave the node")
         self._handoffs = {n: one for n, one in self._handoffs.items() if n in one.attachment.leases}
-        attachment = self._attachment(space)
+        attachment = self._attachment(space, "hand-offs")
         keys = self._cache.residency.keys(space, hashes)
         lease = self._cache.hold(attachment, space, keys, min(seconds, MOST_HANDOFF_S), pending=True)
         self._handoffs[lease.number] = lease

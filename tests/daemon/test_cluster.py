@@ -446,3 +446,19 @@ def test_a_takeover_goes_on_sharing(start_daemon: Start, start_engine: Start, re
     eventually(lambda: a.status()["cluster"]["fleet"]["counters"].get("entries_written", 0))
     assert a.status()["problems"] == []
     assert fetch(start_engine(b), tokens)["loaded"] == BLOCKS
+
+
+def test_what_is_handed_off_can_be_fetched_however_much_of_the_pool_it_holds(
+    start_daemon: Start, start_engine: Start
+) -> None:
+    a = node(start_daemon, None, "a", dram="16MiB", disk="", disk_size="")
+    b = node(start_daemon, None, "b")
+    writer, reader = start_engine(a), start_engine(b)
+    tokens = prompt("one", 300)  # of 512 that the pool holds, half of which may be pinned for one purpose
+    writer.store(tokens)
+    ticket = writer.hand_off(tokens)
+    assert a.status()["cluster"]["handoffs"] == {"handoffs": 1, "handoff_blocks": 256}
+    assert fetch(reader, tokens, ticket=ticket)["loaded"] >= 256
+    other = prompt("two", BLOCKS)
+    writer.store(other)
+    assert fetch(reader, other, "2", ticket=writer.hand_off(other))["loaded"] == BLOCKS

@@ -11,6 +11,7 @@ from engines.node import Node
 from kvcascade.daemon.granting import Granting
 from kvcascade.daemon.index import Index
 from kvcascade.daemon.transfer import Transfer
+from kvcascade.tiers.remote import Secret
 
 CHAIN = tuple(range(40))
 
@@ -25,7 +26,7 @@ def node() -> Iterator[Node]:
 
 def granting(node: Node) -> Granting:
     nothing_is_promoted = cast(Transfer, None)
-    return Granting(node.settings, node.cache, nothing_is_promoted, boot=b"a" * 16, clock=time.monotonic)
+    return Granting(node.settings, node.cache, nothing_is_promoted, Secret(), boot=b"a" * 16, clock=time.monotonic)
 
 
 async def test_who_waits_for_a_long_prompt_looks_at_one_block_at_a_time(
