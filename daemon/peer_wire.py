@@ -47,6 +47,7 @@ MAGIC: Final = b"kvcp"
 VERSION: Final = 1
 _HELLO: Final = struct.Struct("<4sHI")  # magic, version, length of the body
 _FRAME: Final = struct.Struct("<BIQ")  # kind, length of the body, number of the frame in its direction
+_TLS_HELLO: Final = b"\x16\x03"  # what every connection of TLS begins with
 MAX_HELLO: Final = 4096
 MAX_BODY: Final = 4 << 20  # 65,536 hashes and more
 NONCE_BYTES: Final = 32
@@ -68,6 +69,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket, secret: Secret) -> None:
         self._sock = TimedSocket(sock)
+        self.encrypted = isinstance(sock, ssl.SSLSocket)
         self._secret = secret
         self._key = b""
         self._sides = (b"", b"")  # ours, theirs
@@ -97,8 +99,15 @@ class Channel:
         self._do(self._sock.connect, address)
 
     def secure(self) -> None:
-        """TLS's own handshake, where the socket is of TLS."""
-        self._do(self._sock.secure)
+        """TLS's own handshake, where the socket is of TLS. Refused where the other side speaks none, or proves none."""
+        try:
+            self._do(self._sock.secure)
+        except TierUnavailable as error:
+            if isinstance(error.__cause__, ssl.SSLError):
+                raise Refused(f"peers.tls_cert: {str(error).removeprefix('peer: ')}") from error
+            if isinstance(error.__cause__, ConnectionError):
+                raise TierUnavailable(f"{error}; this node has peers.tls_*, and that one needs it too") from error
+            raise
 
     # ---- bytes
 
@@ -131,6 +140,8 @@ class Channel:
 
     def _read_hello(self) -> bytes:
         magic, version, length = _HELLO.unpack(self.read(_HELLO.size))
+        if magic.startswith(_TLS_HELLO) and not self.encrypted:
+            raise ProtocolError("peers.tls_cert: the other side speaks TLS, and this node does not")
         if magic != MAGIC:
             raise ProtocolError("handshake: the other side is no kvcascade node")
         if version != VERSION:
@@ -155,7 +166,13 @@ class Channel:
     def greet(self, me: NodeInfo) -> NodeInfo:
         """The caller's side; who the other one is. Refused, Different where they can share nothing."""
         mine = self._send_hello(me, secrets.token_bytes(NONCE_BYTES))
-        theirs = self._read_hello()
+        try:
+            theirs = self._read_hello()
+        except TierUnavailable as error:
+            # What a port that expects TLS does with our hello.
+            if isinstance(error.__cause__, ConnectionError) and not self.encrypted:
+                raise TierUnavailable(f"{error}; if that node has peers.tls_*, this one needs it too") from error
+            raise
         info, _ = self._parse_hello(theirs)
         proof = self.read(TAG_BYTES)
         # Said before the other side's proof is looked at, so that it too learns why this ends.

@@ -291,6 +291,9 @@ async def test_another_signer_no_certificate_and_no_tls_are_refused(certificates
         for other in (certificates("theirs"), {}):
             async with asking(**other) as peers:
                 assert None not in await fetched(peers, server.endpoint, me.boot)
+                await until(lambda: server.status()["refused"].startswith("127.0.0.1: peers.tls_cert: "))
+                if not other:
+                    assert "peers.tls_*" in peers.status()[0]["reason"]
         plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         plain.check_hostname, plain.verify_mode = False, ssl.CERT_NONE
 
@@ -309,6 +312,10 @@ async def test_another_signer_no_certificate_and_no_tls_are_refused(certificates
         assert not pool.asked
     async with serving(Pool(HASHES), me, SECRET) as server, asking(**certificates("ours")) as peers:
         assert None not in await fetched(peers, server.endpoint, me.boot)
+        assert "peers.tls_*" in peers.status()[0]["reason"]
+        assert (
+            server.status()["refused"] == "127.0.0.1: peers.tls_cert: the other side speaks TLS, and this node does not"
+        )
 
 
 def test_tls_files_that_cannot_be_used_are_named(certificates: Any, tmp_path: Path) -> None:
