@@ -336,7 +336,7 @@ class DaemonSettings(Section):
     """The process: its socket, how it stops, and the keys that its engines are expected to use."""
 
     name: ClassVar[str] = "daemon"
-    socket: Path | None = setting("", _optional_path, "the unix socket; its directory is what containers mount")
+    socket: Path | None = setting("", _optional_path, "the unix socket; empty: in /run for root, else the user's own")
     socket_mode: int = setting("0600", _socket_mode, "who may connect: 0600 the owner, 0660 also socket_group")
     socket_group: str = setting("", _text, "the group of the socket and its directory (name or number)")
     drain_deadline: float = setting("10s", _duration(0, 3600), "how long SIGTERM may take to write dirty blocks down")

@@ -68,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _fail(EXIT_USAGE, str(error))
     except DaemonUnavailable as error:
-        return _fail(
-            EXIT_NO_DAEMON,
-            f"{error}\nIs it running? Start it with `kvcascade serve`, or name its socket: --socket PATH",
-        )
+        hint = "Is it running? Start it with `kvcascade serve`, or name its socket: --socket PATH"
+        if isinstance(error.__cause__, PermissionError):
+            hint = "Ask as the user it runs as, or let a group in: daemon.socket_mode and daemon.socket_group"
+        return _fail(EXIT_NO_DAEMON, f"{error}\n{hint}")
     except CascadeError as error:
         return _fail(EXIT_REFUSED, str(error))
     except OSError as error:
@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         _lookup,
         "Say how long a prefix of a prompt is present, and in which tier each part lies.",
         "The token ids come from the arguments, a file or standard input: a JSON list, or numbers apart by spaces or\n"
-        "commas. Every namespace of the daemon is asked, with its own hashes; the options below narrow that down.\n"
+        "commas. Every namespace of the daemon is asked, with its own hashes; the options above narrow that down.\n"
         "Prompts with images, LoRA adapters or cache salts have other hashes and are not found this way.\n\n",
     )
     lookup.add_argument("ids", nargs="*", metavar="ID", help="token ids; - for standard input")

@@ -56,7 +56,10 @@ def show_lookup(answer: Answer) -> None:
     console = _console()
     total = answer["tokens"]
     if not answer["namespaces"]:
-        _line(console, f"0 of {total} tokens are present: the daemon holds no blocks yet")
+        _line(
+            console,
+            f"0 of {total} tokens are present: no blocks are held, and no engine is here",
+        )
     for one in answer["namespaces"]:
         _line(
             console,

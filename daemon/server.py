@@ -366,6 +366,7 @@ class Daemon:
     async def _drain(self) -> None:
         """Refuses new work, lets what is open end, writes dirty blocks down; forgets what the deadline leaves."""
         self.draining = True
+        log.info("ending sessions=%d", len(self.sessions))
         self.supervisor.notify("STOPPING=1")
         deadline = time.monotonic() + self.settings.daemon.drain_deadline
         self._listener.stop()

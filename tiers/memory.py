@@ -513,7 +513,7 @@ class _Cuda:
         try:
             from cuda.bindings import driver
         except ImportError as error:
-            raise TierUnavailable(f"{device} needs cuda-bindings: install kvcascade[cuda]") from error
+            raise TierUnavailable(f"hbm.device: {device} needs cuda-bindings: install kvcascade[cuda]") from error
         self.driver: ModuleType = driver
         try:
             self.call("cuInit", 0)

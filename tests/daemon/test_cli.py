@@ -301,7 +301,10 @@ def test_a_prompt_of_which_nothing_is_present_is_told_by_the_exit_code(run: Any)
     assert run("lookup", 7, 7, 7, 7, answers=holding([2], TOKENS))[0] == cli.EXIT_PROBLEM
     assert run("lookup", 7, answers=holding([2], TOKENS))[0] == cli.EXIT_PROBLEM
     code, out, _ = run("lookup", 7, answers={"status": a_status()})
-    assert (code, out) == (cli.EXIT_PROBLEM, "0 of 1 tokens are present: the daemon holds no blocks yet\n")
+    assert (code, out) == (
+        cli.EXIT_PROBLEM,
+        "0 of 1 tokens are present: no blocks are held, and no engine is here\n",
+    )
 
 
 def test_the_options_narrow_the_namespaces_down(run: Any) -> None:
@@ -367,6 +370,20 @@ def test_without_a_daemon_the_exit_code_and_the_message_say_what_to_do(run: Any,
         code, out, error = run(*command, "--socket", tmp_path / "none")
         assert (code, out) == (cli.EXIT_NO_DAEMON, "")
         assert "No such file" in error and "kvcascade serve" in error
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_who_may_not_connect_is_told_so_and_not_to_start_a_daemon(run: Any, tmp_path: Path) -> None:
+    run("status", "--socket", tmp_path / "none")  # what it imports must not be out of the other user's reach
+    with listening({"status": a_status()}) as path:
+        path.chmod(0o600)
+        os.seteuid(65534)
+        try:
+            code, _, error = run("status", "--socket", path)
+        finally:
+            os.seteuid(0)
+    assert code == cli.EXIT_NO_DAEMON
+    assert "Permission denied" in error and "daemon.socket_mode" in error and "kvcascade serve" not in error
 
 
 def test_what_the_daemon_cannot_do_is_told_with_its_own_words(run: Any) -> None:
