@@ -25,6 +25,7 @@ from .granting import Granting
 from .peer_server import PeerServer
 from .peers import Peers
 from .plans import Space
+from .protocol import MOST_LISTED
 from .remote import Remote, Source
 from .sharing import Sharing
 from .sources import PeerSource, RedisSource
@@ -214,7 +215,8 @@ class Cluster:
 
     def _links(self) -> list[dict[str, Any]]:
         named = [] if self._redis_link is None else [("redis", self._redis_link)]
-        named += [(f"node {boot.hex()[:8]}", link) for boot, link in self._peer_source.links.items()]
+        links = list(self._peer_source.links.items())[-MOST_LISTED:]
+        named += [(f"node {boot.hex()[:8]}", link) for boot, link in links]
         return [{"name": name, **link.shown()} for name, link in named]
 
     def problems(self) -> list[str]:

@@ -51,7 +51,7 @@ from kvcascade.tiers.namespace import Namespace
 from kvcascade.tiers.remote import TAG_BYTES, Secret
 
 from . import alike
-from .protocol import decode_body, take
+from .protocol import MOST_LISTED, decode_body, take
 
 log = logging.getLogger("kvcascade.fleet")
 
@@ -556,8 +556,8 @@ class Fleet:
             "boot": self.me.boot.hex(),
             "waiting_entries": len(self._waiting),
             "reason": self._trouble,
-            "known": sorted(one.info.name for one in self._known.values()),
-            "different": sorted(self._different.values()),
+            "known": sorted(one.info.name for one in self._known.values())[:MOST_LISTED],
+            "different": sorted(self._different.values())[:MOST_LISTED],
             "hints": sorted(hint for hints in self._alike.values() for hint in hints)[:HINTS],
             "counters": dict(self.counters),
         }

@@ -26,7 +26,7 @@ from kvcascade.tiers.wire import SOCKET_BYTES
 from .fleet import NodeInfo
 from .granting import Grant
 from .peer_wire import Channel, Different, Say, tls_context
-from .protocol import take
+from .protocol import MOST_LISTED, take
 
 log = logging.getLogger("kvcascade.peers")
 
@@ -373,7 +373,7 @@ class PeerServer:
                 "refused": self._refused,
                 "callers": [
                     {"name": one.name, "boot": boot.hex(), "served_blocks": one.blocks, "served_bytes": one.nbytes}
-                    for boot, one in self._callers.items()
+                    for boot, one in list(self._callers.items())[-MOST_LISTED:]
                 ],
             }
 

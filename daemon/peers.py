@@ -31,7 +31,7 @@ from kvcascade.tiers.workers import Workers, outlast
 
 from .fleet import NodeInfo
 from .peer_wire import Channel, Different, Say, tls_context
-from .protocol import take
+from .protocol import MOST_LISTED, take
 
 log = logging.getLogger("kvcascade.peers")
 
@@ -496,7 +496,7 @@ class Peers:
                 "fetched_bytes": peer.nbytes,
                 "bandwidth": peer.nbytes / peer.seconds if peer.seconds else 0.0,
             }
-            for peer in self._peers.values()
+            for peer in list(self._peers.values())[-MOST_LISTED:]  # those used last
         ]
 
 

@@ -85,6 +85,7 @@ HEADER: Final = struct.Struct("<4sBBHQQ")
 MAX_BODY: Final = 8 << 20
 MAX_DEPTH: Final = 8
 MAX_ITEMS: Final = 65536
+MOST_LISTED: Final = 256  # entries of each of `status`' lists of other nodes: all that it says stays below MAX_ITEMS
 MAX_DESCRIPTORS: Final = 16
 MAX_ERROR_TEXT: Final = 4096
 MAX_REQUEST_ID: Final = 128

@@ -38,7 +38,7 @@ from .cache import Cache
 from .cost import SMALL, Decision, Link, Offer, Prefill, Range, decide, patience
 from .lease import Attachment, Writer
 from .plans import Space
-from .protocol import BlockState, Tier
+from .protocol import MOST_LISTED, BlockState, Tier
 from .transfer import Transfer
 
 log = logging.getLogger("kvcascade.remote")
@@ -313,7 +313,7 @@ class Remote:
             "fetching": len(self._fetches),
             "prefill": [
                 {"engine": engine, "namespace": fingerprint.hex(), **one.shown()}
-                for (engine, fingerprint), one in self._prefills.items()
+                for (engine, fingerprint), one in list(self._prefills.items())[-MOST_LISTED:]
                 if one.observed
             ],
             "counters": dict(self.counters),

@@ -321,3 +321,16 @@ def test_a_node_that_does_not_answer_keeps_nothing_from_readers_that_redis_has(
     assert peer["state"] == "sick"
     a.process.send_signal(signal.SIGCONT)
     assert "never retrieved" not in b.log.read_text()
+
+
+def test_status_lists_some_of_very_many_nodes_and_the_latest_of_them(start_daemon: Start, start_engine: Start) -> None:
+    """A reply has a limit: with a thousand nodes and a thousand sessions `status` would not be told at all."""
+    b = node(start_daemon, None, "b", cluster_deadline="1s")
+    reader = start_engine(b)
+    reader.attach()
+    nobody = Endpoint("127.0.0.1", free_port())
+    for number in range(300):
+        boot = number.to_bytes(16, "big")
+        reader.lookup(prompt("one", 1), f"{number}", ticket=Ticket("n", boot, nobody).pack(Secret()), wait_ms=1000)
+    listed = [int(peer["boot"], 16) for peer in b.status()["cluster"]["peers"]]
+    assert listed == list(range(300 - 256, 300))
