@@ -8,7 +8,6 @@ another node has fetched them or the deadline has come, and the ticket that name
 """
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,7 +105,6 @@ class Granting:
         self._clock = clock
         self._attachments: dict[tuple[bytes, str], Attachment] = {}
         self._handoffs: dict[int, Lease] = {}
-        self._numbers = itertools.count(1)
 
     def _space(self, namespace: bytes, group: int) -> Space | None:
         for space in self._cache.residency.spaces:

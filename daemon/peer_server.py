@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, Self, TypeVar
 
@@ -32,7 +33,7 @@ log = logging.getLogger("kvcascade.peers")
 
 T = TypeVar("T")
 
-CONNECTIONS: Final = 256  # at once; the next one is closed
+CONNECTIONS: Final = 256  # at once; the next one is closed, or takes the place of one that asks for nothing
 STRANGERS: Final = 64  # of them, of one host, that have not proved themselves: no host can keep all others out
 HANDSHAKE_S: Final = 5.0
 IDLE_S: Final = 120.0  # a connection that asks for nothing is closed
@@ -84,10 +85,11 @@ class PeerServer:
         self._listener: socket.socket | None = None
         self.endpoint = settings.listen
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = threading.Lock()  # of the five below
+        self._lock = threading.Lock()  # of the six below
         self._threads: set[threading.Thread] = set()
         self._strangers: Counter[str] = Counter()  # by host
         self._sockets: set[socket.socket] = set()
+        self._silent: dict[socket.socket, None] = {}  # connections that ask for nothing now, longest first
         self._counters: Counter[str] = Counter()
         self._refused = ""  # whom last, and why
         self._callers: OrderedDict[bytes, _Caller] = OrderedDict()  # by incarnation
@@ -149,8 +151,8 @@ class PeerServer:
                     log.warning("peers: a connection was not accepted reason=%s", error)
                 continue
             with self._lock:
-                allowed = self._may_connect(address[0]) and len(self._threads) < CONNECTIONS
-                allowed = allowed and self._strangers[address[0]] < STRANGERS and not self._stopping.is_set()
+                allowed = self._may_connect(address[0]) and self._strangers[address[0]] < STRANGERS
+                allowed = allowed and not self._stopping.is_set() and self._has_room()
                 self._counters["connections" if allowed else "connections_refused"] += 1
                 if not allowed:
                     sock.close()
@@ -170,6 +172,29 @@ class PeerServer:
                 with self._lock:
                     self._threads.discard(thread)
                     self._sockets.discard(sock)
+
+    def _has_room(self) -> bool:
+        """Whether one more connection may be; made by ending one that others only keep for later. Under the lock."""
+        if len(self._threads) < CONNECTIONS:
+            return True
+        if not self._silent:
+            return False
+        oldest = next(iter(self._silent))
+        del self._silent[oldest]
+        self._counters["connections_displaced"] += 1
+        with suppress(OSError):
+            socket.socket.shutdown(oldest, socket.SHUT_RDWR)
+        return True
+
+    def _heard(self, channel: Channel, sock: socket.socket) -> tuple[Say, dict[str, Any]]:
+        """The caller's next question."""
+        with self._lock:
+            self._silent[sock] = None
+        try:
+            return channel.hear()
+        finally:
+            with self._lock:
+                self._silent.pop(sock, None)
 
     def _proved(self, host: str) -> None:
         """One less of this host's connections whose handshake is still to end."""
@@ -198,7 +223,7 @@ class PeerServer:
             self._count("handshakes")
             while not self._stopping.is_set():
                 channel.until(time.monotonic() + IDLE_S)
-                self._answer(channel, caller, *channel.hear())
+                self._answer(channel, caller, *self._heard(channel, sock))
         except Different as error:
             self._refuse(host, error)
             log.warning("peers: a node was refused host=%s reason=%s", host, error)

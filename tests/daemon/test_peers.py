@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from engines.proxy import Proxy
 
 from kvcascade.config.errors import CascadeError, Refused, TierUnavailable
 from kvcascade.config.settings import Endpoint, PeerSettings
+from kvcascade.daemon import peer_server
 from kvcascade.daemon.peer_wire import Channel, Say
 from kvcascade.daemon.peers import VOID, Peers
 from kvcascade.tiers.codec import Codec
@@ -480,3 +481,18 @@ async def test_a_refusal_is_an_answer() -> None:
             await peers.ask(server.endpoint, me.boot, b"short", 0, b"", wait=0.0, timeout=5.0)
         await eventually_whole(peers, server.endpoint, me.boot)
         assert server.status()["counters"]["connections"] <= 2
+
+
+async def test_connections_that_are_only_kept_for_later_keep_no_node_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that many fetch from has more of them than it may have connections."""
+    monkeypatch.setattr(peer_server, "CONNECTIONS", 3)
+    async with AsyncExitStack() as stack:
+        me = node("source")
+        server = await stack.enter_async_context(serving(Pool(HASHES), me))
+        nodes = [await stack.enter_async_context(asking(me=node(f"asking{number}"))) for number in range(8)]
+        for _ in range(2):
+            for one in nodes:
+                await eventually_whole(one, server.endpoint, me.boot)
+        told = server.status()
+        assert told["counters"].get("connections_refused", 0) == 0 and told["counters"]["connections_displaced"] >= 8
+        await until(lambda: server.status()["connections"] <= 3)
