@@ -52,7 +52,7 @@ def test_the_serve_line_of_the_readme_serves_and_its_status_line_answers(start_d
 
 def test_every_setting_that_the_readme_names_is_one() -> None:
     flags = {f"--{name}" for name in SHORTHANDS} | {setting.flag for setting in all_settings()}
-    variables = {setting.variable for setting in all_settings()}
+    variables = {f"KVCASCADE_{name.upper()}" for name in SHORTHANDS} | {one.variable for one in all_settings()}
     assert set(re.findall(r"`(--[a-z-]+)`", README)) - {"--json", "--help"} <= flags
     assert set(re.findall(r"`(KVCASCADE_[A-Z_]+)`", README)) <= variables
     assert tomllib.loads((ROOT / "config" / "kvcascade.toml").read_text())
