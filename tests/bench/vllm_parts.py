@@ -40,6 +40,7 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    unjudged: list[str] = field(default_factory=list)  # targets that the machine's noise hides
     started: float = field(default_factory=time.monotonic)
 
     def say(self, text: str) -> None:
