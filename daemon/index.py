@@ -129,6 +129,7 @@ class Index:
         self.reused: U8 = np.zeros(capacity, dtype=np.uint8)  # was found by a lookup since it was stored
         self.brought: U8 = np.zeros(capacity, dtype=np.uint8)  # the source that it came from, until a lookup finds it
         self.shared_at: U32 = np.zeros(capacity, dtype=np.uint32)  # when Redis last got or kept a copy; 0: it has none
+        self.named_at: U32 = np.zeros(capacity, dtype=np.uint32)  # when the directory was last told; 0: never
         self.token_slot: U32 = np.full(capacity, NO_SLOT, dtype=np.uint32)
         self.tokens = TokenStore()
         self.count = 0  # rows in the table: PENDING and READY
@@ -145,8 +146,8 @@ class Index:
 
     _COLUMNS = (
         "key", "space", "parent", "children", "below", "pins", "busy", "state", "stamp",
-        "hbm", "dram", "disk", "size_class", "reused", "brought", "shared_at", "token_slot",
-        "_free", "_place",
+        "hbm", "dram", "disk", "size_class", "reused", "brought", "shared_at", "named_at",
+        "token_slot", "_free", "_place",
     )  # fmt: skip
 
     # ---- finding
@@ -330,6 +331,7 @@ class Index:
         self.reused[rows] = 0
         self.brought[rows] = 0
         self.shared_at[rows] = 0
+        self.named_at[rows] = 0
         self.state[rows] = RowState.FREE
         self.doomed -= len(rows)
         self._free[self._free_count : self._free_count + len(rows)] = rows

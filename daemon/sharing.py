@@ -10,7 +10,8 @@ sent them), Redis is asked to keep them for another TTL, which tells which of th
 loss costs nothing here but that: no block is looked at until it is used.
 
 The directory names every 16th block and the ends of chains. A block that is evicted here leaves its entry behind:
-entries are hints, and the node that follows one is told exactly what is here.
+entries are hints, and the node that follows one is told exactly what is here. Entries run out, and each names the node
+that said so last, which may have died since: what is used is named again every few minutes.
 """
 
 import asyncio
@@ -42,6 +43,7 @@ log = logging.getLogger("kvcascade.sharing")
 QUEUE_BLOCKS = 65536  # that wait for Redis; more are dropped
 SEND_BYTES = 16 << 20  # in one batch
 SEND_BLOCKS = 256  # describing a batch costs the loop some 10 us a block
+NAMED_S = 300  # how long blocks in use stay named without being named again; sooner where entries run out sooner
 STEP = 16  # every so many blocks of a chain one is named in the directory
 RENEW_BLOCKS = 4096  # of one lookup at most
 EVICTING_S = 60  # so old a mark is in doubt while Redis evicts
@@ -159,10 +161,12 @@ class Sharing:
             self._enqueue(space, rows[self._cache.residency.index.shared_at[rows] == 0])
 
     def _was_used(self, space: Space, rows: U32) -> None:
+        if not len(rows) or space.namespace.hash_algo not in CRYPTOGRAPHIC:
+            return
+        if self._fleet is not None:
+            self._name_again(space, rows)
         redis, now = self._redis, self._now()
         if redis is None or not redis.available or now < self._ask_at:
-            return
-        if not len(rows) or space.namespace.hash_algo not in CRYPTOGRAPHIC:
             return
         index = self._cache.residency.index
         shared = index.shared_at[rows]
@@ -216,9 +220,22 @@ class Sharing:
 
     # ---- the directory
 
+    def _name_again(self, space: Space, rows: U32) -> None:
+        """Of a chain from its first block on, or of blocks that stand alone."""
+        index = self._cache.residency.index
+        named = index.children[rows] == 0
+        named[STEP - 1 :: STEP] = True
+        mine = rows[named]
+        old = self._now() - min(NAMED_S, self._settings.ttl / 4)
+        due = mine[(index.named_at[mine] <= old) & (index.state[mine] == RowState.READY)][:RENEW_BLOCKS]
+        if len(due):
+            self._announce(space, due)
+
     def _announce(self, space: Space, rows: U32) -> None:
         assert self._fleet is not None
-        keys = self._cache.residency.index.key[rows]
+        index = self._cache.residency.index
+        index.named_at[rows] = self._now()
+        keys = index.key[rows]
         self._fleet.announce(space.fingerprint, space.group, [key.tobytes()[: space.width] for key in keys])
 
     def _announce_again(self) -> None:

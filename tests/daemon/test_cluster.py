@@ -235,6 +235,30 @@ def test_many_engines_that_want_a_prefix_fetch_it_once(
     assert counters["fetched_blocks"] == BLOCKS
 
 
+def test_the_directory_goes_on_naming_what_is_used(
+    start_daemon: Start, start_engine: Start, redis: RedisServer
+) -> None:
+    """Entries run out; and a node that fetched the blocks, named itself for them and died hides nobody who has them."""
+    flags = {"redis_store": "directory", "redis_ttl": "4s"}
+    a, b, c = (node(start_daemon, redis, name, **flags) for name in "abc")
+    tokens = prompt("one", BLOCKS)
+    writer = start_engine(a)
+    stored(a, writer, tokens, where="directory")
+
+    def used_for(seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            assert fetch(writer, tokens, "used")["loaded"] == BLOCKS
+            time.sleep(0.5)
+
+    used_for(6.0)
+    assert fetch(start_engine(b), tokens)["tiers"] == ["PEER"] * BLOCKS
+    time.sleep(0.5)
+    b.kill()
+    used_for(2.0)
+    assert fetch(start_engine(c), tokens)["tiers"] == ["PEER"] * BLOCKS
+
+
 def test_a_hand_off_is_fetched_while_it_is_still_being_stored(start_daemon: Start, start_engine: Start) -> None:
     """Prefill here, decode there; no Redis at all."""
     a, b = node(start_daemon, None, "a"), node(start_daemon, None, "b")
