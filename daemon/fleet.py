@@ -5,9 +5,11 @@ and under its incarnation (`boot:`, where entries lead); both live for LEASE_S a
 node whose record is gone has nothing for us.
 
 *Entries*: one key for every 16th block of a chain and for its end, `d:` and the block's keyed name; the value is the
-incarnation of the node that said so last. An entry is a hint, never a promise: it may be late, evicted, or another
-node's by now; the node itself says exactly what it has. A chain is never assumed to be whole, so all blocks of a
-question are asked for in one MGET, and the last one that some node names decides how far to ask that node.
+incarnation of the node that said so last; one that has fetched the block from another node leaves that one's entry, and
+says so itself once the block is used there some minutes later. An entry is a hint, never a promise: it may be late,
+evicted, or another node's by now; the node itself says exactly what it has. A chain is never assumed to be whole, so
+all blocks of a question are asked for in one MGET, and the last one that some node names decides how far to ask that
+node.
 
 What it costs is in `make bench`: 10 bytes of Redis a block (160 for an entry, which stands for 16), one pipelined SET
 for each 16 blocks stored, and at rest an MGET and two SETs a node every 5 s; no SCAN, no heartbeat a block. Once a
@@ -41,6 +43,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any, Final, Protocol, Self
 
 import cbor2
@@ -85,7 +88,9 @@ class Store(Protocol):
 
     async def read(self, keys: Sequence[bytes], timeout: float) -> list[bytes | None]: ...
 
-    async def write(self, items: Sequence[tuple[bytes, bytes]], ttl: float, timeout: float) -> None: ...
+    async def write(
+        self, items: Sequence[tuple[bytes, bytes]], ttl: float, timeout: float, *, over: bool = True
+    ) -> None: ...
 
     async def enlist(self, key: bytes, member: bytes, keep: float, timeout: float) -> list[bytes]: ...
 
@@ -201,7 +206,7 @@ class Fleet:
         self._known: dict[bytes, _Known] = {}  # incarnation → node
         self._gone: dict[bytes, tuple[float, float]] = {}  # incarnation without a record → since, last looked
         self._different: dict[str, str] = {}  # node's name → why nothing is shared with it
-        self._waiting: dict[bytes, None] = {}
+        self._waiting: dict[bytes, bool] = {}  # entries by key, and whether they go over others'
         self._gathered = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._beat = 0
@@ -471,15 +476,15 @@ class Fleet:
     def _entry_keys(self, namespace: bytes, group: int, hashes: Iterable[bytes]) -> list[bytes]:
         return [b"d:" + name for name in self._secret.names_of(namespace, group, hashes)]
 
-    def announce(self, namespace: bytes, group: int, hashes: Sequence[bytes]) -> None:
-        """Queues entries: this node has these blocks, and all above them."""
+    def announce(self, namespace: bytes, group: int, hashes: Sequence[bytes], *, over: bool = True) -> None:
+        """Queues entries: this node has these blocks, and all above them. `over`: in place of other nodes' entries."""
         if self.me.address is None:
             return
         for key in self._entry_keys(namespace, group, hashes):
             if len(self._waiting) >= WAITING:
                 self.counters["entries_dropped"] += 1
             else:
-                self._waiting[key] = None
+                self._waiting[key] = over or self._waiting.get(key, False)
         if self._waiting:
             self._gathered.set()
 
@@ -489,14 +494,16 @@ class Fleet:
             await asyncio.sleep(GATHER_S)
             self._gathered.clear()
             while self._waiting:
-                keys = list(self._waiting)[:BATCH]
+                over = next(iter(self._waiting.values()))
+                keys = list(islice((key for key, one in self._waiting.items() if one == over), BATCH))
                 for key in keys:
                     del self._waiting[key]
                 if self.taken_by:
                     self.counters["entries_dropped"] += len(keys)
                     continue
                 try:
-                    await self._store.write([(key, self.me.boot) for key in keys], self._entry_ttl, self._timeout)
+                    entries = [(key, self.me.boot) for key in keys]
+                    await self._store.write(entries, self._entry_ttl, self._timeout, over=over)
                     self.counters["entries_written"] += len(keys)
                 except CascadeError:
                     self.counters["entries_dropped"] += len(keys)

@@ -152,7 +152,8 @@ class Sharing:
             depths = reservation.first + entries
             # The last of the reservation ends its chain for now.
             named = (depths % STEP == STEP - 1) | (entries == len(reservation.rows) - 1)
-            self._announce(space, rows[named])
+            # Who gave them is named already, and an entry of ours in its place would hide it when we are gone.
+            self._announce(space, rows[named], over=reservation.source != Tier.PEER)
         if self._redis is None:
             return
         if reservation.source == Tier.REDIS:
@@ -231,12 +232,12 @@ class Sharing:
         if len(due):
             self._announce(space, due)
 
-    def _announce(self, space: Space, rows: U32) -> None:
+    def _announce(self, space: Space, rows: U32, *, over: bool = True) -> None:
         assert self._fleet is not None
         index = self._cache.residency.index
         index.named_at[rows] = self._now()
         keys = index.key[rows]
-        self._fleet.announce(space.fingerprint, space.group, [key.tobytes()[: space.width] for key in keys])
+        self._fleet.announce(space.fingerprint, space.group, [key.tobytes()[: space.width] for key in keys], over=over)
 
     def _announce_again(self) -> None:
         """Redis has lost the directory. All nodes notice within seconds; they need not all write at once."""

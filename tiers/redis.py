@@ -379,13 +379,15 @@ class RedisTier:
         _all_good(one for one in replies if not (isinstance(one, RedisSaysNo) and one.code == "WRONGTYPE"))
         return [one if isinstance(one, bytes) else None for one in replies]
 
-    async def write(self, items: Sequence[tuple[bytes, bytes]], ttl: float, timeout: float) -> None:
-        """Sets values that live for `ttl` seconds. TierUnavailable."""
-        expires = b"%d" % max(1, int(ttl * 1000))
+    async def write(
+        self, items: Sequence[tuple[bytes, bytes]], ttl: float, timeout: float, *, over: bool = True
+    ) -> None:
+        """Sets values that live for `ttl` seconds; without `over` only where there is none. TierUnavailable."""
+        options = (b"PX", b"%d" % max(1, int(ttl * 1000)), *(() if over else (b"NX",)))
         commands = []
         for key, data in items:
             whole = self._prefix + b":" + key
-            commands.append((whole, command(b"SET", whole, data, b"PX", expires)))
+            commands.append((whole, command(b"SET", whole, data, *options)))
         _all_good(await self._run_small(lambda course: self._nodes.ask(commands, course), timeout))
 
     async def enlist(self, key: bytes, member: bytes, keep: float, timeout: float) -> list[bytes]:

@@ -259,6 +259,19 @@ def test_the_directory_goes_on_naming_what_is_used(
     assert fetch(start_engine(c), tokens)["tiers"] == ["PEER"] * BLOCKS
 
 
+def test_a_node_that_fetched_and_starts_anew_does_not_hide_who_has_the_blocks(
+    start_daemon: Start, start_engine: Start, redis: RedisServer
+) -> None:
+    a, b = (node(start_daemon, redis, name, redis_store="directory", disk="") for name in "ab")
+    tokens = prompt("one", BLOCKS)
+    stored(a, start_engine(a), tokens, where="directory")
+    for _ in range(2):
+        assert fetch(start_engine(b), tokens)["tiers"] == ["PEER"] * BLOCKS
+        time.sleep(0.5)
+        b.kill()
+        b.start()
+
+
 def test_a_hand_off_is_fetched_while_it_is_still_being_stored(start_daemon: Start, start_engine: Start) -> None:
     """Prefill here, decode there; no Redis at all."""
     a, b = node(start_daemon, None, "a"), node(start_daemon, None, "b")
