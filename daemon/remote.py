@@ -52,6 +52,7 @@ BATCHES = 4  # of one range under way at once: the next one waits at the source 
 GIVEN_UP = "computing is quicker by now"
 FORGETTING = 16  # calls at once that take false values away
 ANSWER_SHARE = 0.5  # of a question's time is for the answer of a source that has nothing to wait for
+ANSWER_S = 0.25  # and at least so much of it
 ABSENT_S = 1.0  # how long an answer holds that there is nothing, or nothing that pays
 ERROR_S = 0.2  # and that no answer came
 QUESTIONS = 4096  # remembered at most
@@ -244,10 +245,11 @@ class Remote:
         keep = ERROR_S
         each, missing = space.shape.block_tokens, len(hashes) // space.width - first
         # What is handed over may still be stored there: that takes as long as computing, and is waited for.
-        wait = math.inf if ticket else self._patience(prefill, first * each, 0, missing * each)
+        patience = math.inf if ticket else self._patience(prefill, first * each, 0, missing * each)
         try:
-            async with asyncio.timeout(min(wait, self._settings.deadline)):
-                decision, founds = await self._weigh(space, hashes, first, prefill, ticket, self._settings.fetch)
+            decision, founds = await self._weigh(
+                space, hashes, first, prefill, ticket, min(patience, self._settings.deadline)
+            )
             question.decision = decision
             keep = ABSENT_S
             if decision.ranges:
@@ -266,13 +268,17 @@ class Remote:
             question.expires = self._clock() + keep
 
     async def _weigh(
-        self, space: Space, hashes: bytes, first: int, prefill: Prefill, ticket: bytes, policy: str
+        self, space: Space, hashes: bytes, first: int, prefill: Prefill, ticket: bytes, timeout: float
     ) -> tuple[Decision, list[Found]]:
-        """Asks every source; what the cost model makes of the answers. CascadeError when none of them could answer."""
+        """Asks every source; what the cost model makes of the answers, within `timeout` seconds.
+
+        TimeoutError, and CascadeError when none of them could answer.
+        """
         tail = hashes[first * space.width :]
         # Less than all of the time: a source that does not answer must not keep the others' answers from being used.
-        limit = self._settings.deadline * ANSWER_SHARE
-        told, errors = await answers(source.find(space, tail, ticket, limit) for source in self._sources)
+        limit = min(timeout, max(timeout * ANSWER_SHARE, ANSWER_S))
+        async with asyncio.timeout(timeout):
+            told, errors = await answers(source.find(space, tail, ticket, limit) for source in self._sources)
         founds = [found for one in told for found in one]
         if not founds and errors:
             raise errors[0]
@@ -282,7 +288,7 @@ class Remote:
             block_tokens=space.shape.block_tokens,
             position=first * space.shape.block_tokens,
             prefill=prefill,
-            policy=policy,
+            policy=self._settings.fetch,
             deadline=self._settings.deadline,
         )
         return decision, founds
@@ -295,8 +301,7 @@ class Remote:
         known = [one for (_, fingerprint), one in self._prefills.items() if fingerprint == space.fingerprint]
         prefill = known[-1] if known else Prefill()
         try:
-            async with asyncio.timeout(self._settings.deadline):
-                decision, founds = await self._weigh(space, hashes, first, prefill, b"", self._settings.fetch)
+            decision, founds = await self._weigh(space, hashes, first, prefill, b"", self._settings.deadline)
         except (TimeoutError, CascadeError) as error:
             return {"first": first, "error": str(error) or "no answer in time", "sources": []}
         ranges = {one.offer: one for one in decision.ranges}
