@@ -47,9 +47,9 @@ tools:
 	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get -qq install -y --no-install-recommends $$missing >/dev/null; \
 	fi
 
-# Two at a time: most of them wait for daemons, servers and timeouts more than they compute.
+# Three at a time: most of them wait for daemons, servers and timeouts more than they compute.
 test: $(INSTALLED) engines tools
-	$(BIN)/pytest -m 'not stress' -n 2 --dist loadfile
+	$(BIN)/pytest -m 'not stress' -n 3 --dist loadfile --no-loadscope-reorder
 
 engines: $(INSTALLED)
 	@PYTHON=$(BIN)/python tests/engines/vllm/install.sh >/dev/null

@@ -470,7 +470,10 @@ def serving(path: Path, *flags: object) -> Iterator["subprocess.Popen[str]"]:
             assert process.wait(30) in (0, -signal.SIGKILL), said
 
 
-def test_the_commands_work_on_the_real_daemon_and_on_what_it_leaves(run: Any, tmp_path: Path) -> None:
+def test_the_commands_work_on_the_real_daemon_and_on_what_it_leaves(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "240")  # for paths that are not broken
     path, directory = tmp_path / "s", tmp_path / "disk"
     hbm = ("--hbm", "32MiB", "--hbm-device", "cpu")
     with serving(path, "--disk", directory, "--disk-size", "64MiB", *hbm) as process:

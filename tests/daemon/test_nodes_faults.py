@@ -202,7 +202,10 @@ def test_what_is_no_value_of_ours_runs_nothing_and_costs_a_miss(
 
 def listening(pid: int) -> list[str]:
     """Addresses of TCP and UDP on which a process takes what comes."""
-    inodes = {Path(f"/proc/{pid}/fd/{fd.name}").readlink().name for fd in Path(f"/proc/{pid}/fd").iterdir()}
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed in between
+            inodes.add(descriptor.readlink().name)
     found = []
     for table in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvcascade.daemon import cli, granting, server
+from kvcascade.daemon import cli, granting, peer_server, server
 from kvcascade.daemon.cache import Cache
 
 
@@ -40,6 +40,8 @@ class HastyCache(Cache):
 
 
 if __name__ == "__main__":
+    # What the kernel has taken is sent already, as far as the lease goes.
+    peer_server.SOCKET_BYTES = 1 << 16
     granting.GRANT_S = HastyCache.seconds = float(sys.argv.pop(1))
     server.Cache = HastyCache  # type: ignore[misc]
     sys.exit(cli.main())
