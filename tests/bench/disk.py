@@ -6,21 +6,18 @@ batches of 16 MiB; the raw transfers come from 16 threads.
 
 import asyncio
 import shutil
-from pathlib import Path
 
 from kvcascade.daemon.residency import DEMOTION_BATCH_BYTES
 from kvcascade.daemon.transfer import CLEANERS, READ_BATCH_BYTES
-from kvcascade.tiers.disk import BlockMeta, DiskTier, ReadJob, WriteJob, slot_size
+from kvcascade.tiers.disk import BlockMeta, ReadJob, WriteJob
 
 from .harness import Bench, Row, check
-from .raw_disk import AgainstRaw, Blocks
+from .raw_disk import NAMESPACE, AgainstRaw, TierRun
 
 BLOCK = 2 << 20
 RAW_THREADS = 16
-THREADS = 8  # the default of disk.threads
 WRITE_BATCH = DEMOTION_BATCH_BYTES // BLOCK
 READ_BATCH = READ_BATCH_BYTES // BLOCK
-NAMESPACE = bytes(range(32))
 
 
 def run(bench: Bench) -> list[Row]:
@@ -40,22 +37,12 @@ def run(bench: Bench) -> list[Row]:
     )
 
 
-class _Tier:
-    def __init__(self, directory: Path, payloads: Blocks, targets: Blocks) -> None:
-        self._payloads, self._targets = payloads, targets
-        # Two rounds' worth: each round gets other slots than the one before.
-        self._tier = DiskTier(directory, 2 * len(payloads) * slot_size(BLOCK), threads=THREADS)
-        self._round = 0
-
-    async def open(self) -> None:
-        await asyncio.to_thread(self._tier.open)
-        self._tier.register_namespace(NAMESPACE, b"\xa0")
-
+class _Tier(TierRun):
     def _key(self, number: int) -> bytes:
         return self._round.to_bytes(16, "little") + number.to_bytes(16, "little")
 
     def prepare(self) -> None:
-        self._round += 1
+        super().prepare()
         self._slots: list[int] = []
 
     async def write(self) -> None:
@@ -91,6 +78,3 @@ class _Tier:
 
     def free(self) -> None:
         self._tier.free(self._slots)
-
-    async def close(self) -> None:
-        await self._tier.close(5.0)

@@ -21,12 +21,10 @@ from kvcascade.tiers.folder import Folder
 from kvcascade.tiers.journal import RECORD, Journal, namespace_tag
 
 from .harness import Bench, Row, below, check
-from .raw_disk import AgainstRaw, Blocks
+from .raw_disk import NAMESPACE, TIER_THREADS, AgainstRaw, TierRun
 
 BLOCK = 64 << 10
 CHAIN = 32
-THREADS = 8
-NAMESPACE = bytes(range(32))
 RECORDS = 1_000_000
 
 
@@ -35,13 +33,13 @@ def run(bench: Bench) -> list[Row]:
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     count = 2048 if bench.quick else 4096
-    against = AgainstRaw("disk chains", BLOCK, count, together=CHAIN, threads=THREADS)
+    against = AgainstRaw("disk chains", BLOCK, count, together=CHAIN, threads=TIER_THREADS)
     try:
         seen = asyncio.run(against.measure(bench, directory, _Tier))
         rows = against.report(
             seen,
             f"64 KiB blocks, chains of {CHAIN}",
-            raw=f"raw O_DIRECT, {THREADS} threads, in calls of {CHAIN}",
+            raw=f"raw O_DIRECT, {TIER_THREADS} threads, in calls of {CHAIN}",
             fio=f"fio io_uring, 32 MiB in flight, in calls of {CHAIN}",
         )
         bench.say("disk: a start with a million records")
@@ -50,19 +48,9 @@ def run(bench: Bench) -> list[Row]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-class _Tier:
-    def __init__(self, directory: Path, payloads: Blocks, targets: Blocks) -> None:
-        self._payloads, self._targets = payloads, targets
-        # Two rounds' worth: each round gets other slots than the one before.
-        self._tier = DiskTier(directory, 2 * len(payloads) * slot_size(BLOCK), threads=THREADS)
-        self._round = 0
-
-    async def open(self) -> None:
-        await asyncio.to_thread(self._tier.open)
-        self._tier.register_namespace(NAMESPACE, b"\xa0")
-
+class _Tier(TierRun):
     def prepare(self) -> None:
-        self._round += 1
+        super().prepare()
         self._writes: list[WriteJob] = []
         for first in range(0, len(self._payloads), CHAIN):
             slots = self._tier.allocate(BLOCK, CHAIN)
@@ -92,9 +80,6 @@ class _Tier:
 
     def free(self) -> None:
         self._tier.free([job.slot for job in self._writes])
-
-    async def close(self) -> None:
-        await self._tier.close(5.0)
 
 
 # ---- a start

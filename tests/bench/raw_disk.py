@@ -4,6 +4,7 @@ Rounds of both take turns on the same file system, and all files have their bloc
 counts. The tier's figures include checksums, header pages, syncs and journal records.
 """
 
+import asyncio
 import json
 import mmap
 import os
@@ -11,15 +12,17 @@ import shutil
 import statistics
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvcascade.tiers.disk import DiskTier, slot_size
 
 from .harness import GB, Bench, Row, at_least, check, median_ratio
 
@@ -27,6 +30,8 @@ Blocks = list[NDArray[np.uint8]]
 Times = dict[str, list[float]]
 
 FIO_BYTES = 32 << 20  # in flight
+TIER_THREADS = 8  # the default of disk.threads
+NAMESPACE = bytes(range(32))
 
 
 @contextmanager
@@ -37,17 +42,34 @@ def timed(seen: Times, name: str) -> Iterator[None]:
     seen[f"{name} cpu"].append(time.process_time() - cpu)
 
 
-class TierRun(Protocol):
+class TierRun(ABC):
     """The tier under the daemon's kind of load: one round is `prepare`, `write`, `read`, `free`."""
 
-    async def open(self) -> None: ...
+    def __init__(self, directory: Path, payloads: Blocks, targets: Blocks) -> None:
+        self._payloads, self._targets = payloads, targets
+        # Two rounds' worth: each round gets other slots than the one before.
+        self._tier = DiskTier(directory, 2 * len(payloads) * slot_size(payloads[0].nbytes), threads=TIER_THREADS)
+        self._round = 0
+
+    async def open(self) -> None:
+        await asyncio.to_thread(self._tier.open)
+        self._tier.register_namespace(NAMESPACE, b"\xa0")
+
     def prepare(self) -> None:
         """What belongs to a round and is not measured."""
+        self._round += 1
 
+    @abstractmethod
     async def write(self) -> None: ...
+
+    @abstractmethod
     async def read(self) -> None: ...
+
+    @abstractmethod
     def free(self) -> None: ...
-    async def close(self) -> None: ...
+
+    async def close(self) -> None:
+        await self._tier.close(5.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ import pytest
 
 from kvcascade.config import VERSION
 from kvcascade.config.errors import CascadeError, TierUnavailable
-from kvcascade.daemon import cli, protocol
+from kvcascade.daemon import cli, protocol, report
 from kvcascade.tiers.block import BlockHasher, KVGroup, none_hash
 from kvcascade.tiers.disk import BlockMeta, DiskTier, WriteJob
 from kvcascade.tiers.namespace import Namespace
@@ -473,7 +473,7 @@ def serving(path: Path, *flags: object) -> Iterator["subprocess.Popen[str]"]:
 def test_the_commands_work_on_the_real_daemon_and_on_what_it_leaves(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "240")  # for paths that are not broken
+    monkeypatch.setattr(report, "PLAIN_WIDTH", 400)  # paths as long as a test's are broken else
     path, directory = tmp_path / "s", tmp_path / "disk"
     hbm = ("--hbm", "32MiB", "--hbm-device", "cpu")
     with serving(path, "--disk", directory, "--disk-size", "64MiB", *hbm) as process:
