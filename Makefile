@@ -47,11 +47,11 @@ tools:
 	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get -qq install -y --no-install-recommends $$missing >/dev/null; \
 	fi
 
-# Real vLLM engines want all cores, so theirs come one after the other. Of the rest three run at a time, by file: most
+# Real vLLM engines want all cores, so theirs come one after the other. Of the rest two run at a time, by file: most
 # of them wait for daemons, servers and timeouts more than they compute.
 test: $(INSTALLED) engines tools
 	$(BIN)/pytest -m 'vllm and not stress'
-	$(BIN)/pytest -m 'not vllm and not stress' -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m 'not vllm and not stress' -n 2 --dist loadfile --no-loadscope-reorder
 
 engines: $(INSTALLED)
 	@PYTHON=$(BIN)/python tests/engines/vllm/install.sh >/dev/null
