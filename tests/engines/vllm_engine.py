@@ -72,6 +72,8 @@ class Vllm:
             "OMP_WAIT_POLICY": "PASSIVE",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            # An engine that is killed leaves its sockets where temporary files are.
+            "TMPDIR": str(log.parent),
         } | variables  # fmt: skip
         self.log = log
         with theirs, log.open("ab") as file:
