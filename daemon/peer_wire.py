@@ -36,6 +36,7 @@ from typing import Any, Final
 import cbor2
 
 from kvcascade.config.errors import ConfigError, ProtocolError, Refused, TierUnavailable
+from kvcascade.config.private import check_private
 from kvcascade.config.settings import PeerSettings
 from kvcascade.tiers.remote import TAG_BYTES, Secret
 from kvcascade.tiers.wire import Bytes, TimedSocket, reason_of
@@ -260,6 +261,8 @@ def tls_context(settings: PeerSettings, *, server: bool) -> ssl.SSLContext | Non
         path = getattr(settings, name)
         if path is None or not os.access(path, os.R_OK):
             raise ConfigError(f"peers.{name}: {path or 'nothing'} cannot be read; mutual TLS needs all three files")
+        if name == "tls_key":
+            check_private("peers.tls_key", path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # Who a node is is what its certificate's signer says; its address may be any of the fleet's.

@@ -26,6 +26,7 @@ from redis.exceptions import RedisClusterException, RedisError
 from redis.retry import Retry
 
 from kvcascade.config.errors import ConfigError, TierUnavailable
+from kvcascade.config.private import check_private, read_private
 from kvcascade.config.settings import RedisSettings
 
 from .wire import SOCKET_BYTES, Bytes, TimedSocket, reason_of
@@ -480,8 +481,8 @@ def _read_password(setting: str, path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        return read_private(f"redis.{setting}", path).decode()
+    except UnicodeDecodeError as error:
         raise ConfigError(f"redis.{setting}: {path} cannot be read: {error}") from error
 
 
@@ -489,6 +490,10 @@ def _check_tls(tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None)
     for setting, path in (("tls_ca", tls_ca), ("tls_cert", tls_cert), ("tls_key", tls_key)):
         if path is not None and not path.is_file():
             raise ConfigError(f"redis.{setting}: {path} is no file")
+    if tls_key is not None:
+        check_private("redis.tls_key", tls_key)
+    elif tls_cert is not None:
+        check_private("redis.tls_cert", tls_cert)  # it holds the key, too
     context = ssl.create_default_context()
     setting = "tls_ca"
     try:

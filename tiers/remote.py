@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from kvcascade.config.errors import ConfigError
+from kvcascade.config.private import read_private
 
 MIN_SECRET: Final = 16  # bytes
 MAX_SECRET: Final = 1024
@@ -97,14 +98,7 @@ class Secret:
         """The file's content without the white space around it. ConfigError where it is no secret."""
         if path is None:
             return cls()
-        try:
-            with path.open("rb") as file:
-                mode = path.stat().st_mode
-                secret = file.read(MAX_SECRET + 1).strip()
-        except OSError as error:
-            raise ConfigError(f"cluster.secret_file: {path} cannot be read: {error.strerror}") from error
-        if mode & 0o077:
-            raise ConfigError(f"cluster.secret_file: {path} is open to others: chmod 600 {path}")
+        secret = read_private("cluster.secret_file", path)
         if not MIN_SECRET <= len(secret) <= MAX_SECRET:
             raise ConfigError(
                 f"cluster.secret_file: {path} holds {len(secret)} bytes: write {MIN_SECRET} to {MAX_SECRET}"

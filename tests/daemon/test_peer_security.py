@@ -327,6 +327,11 @@ def test_tls_files_that_cannot_be_used_are_named(certificates: Any, tmp_path: Pa
         asking(tls_cert=ours["tls_cert"], tls_key=certificates("theirs")["tls_key"], tls_ca=ours["tls_ca"])
     with pytest.raises(ConfigError, match=r"peers\.tls_cert"):
         asking(tls_ca=ours["tls_ca"])
+    key = tmp_path / "key.pem"
+    key.write_bytes(ours["tls_key"].read_bytes())
+    key.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"peers\.tls_key: .* is open to others \(mode 0640\)"):
+        asking(**{**ours, "tls_key": key})
 
 
 # ---- what comes to the port

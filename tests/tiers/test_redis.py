@@ -166,6 +166,7 @@ async def test_a_redis_that_does_not_answer_costs_its_deadline(server: RedisServ
 async def test_a_wrong_password_is_a_state(tmp_path: Path) -> None:
     password = tmp_path / "password"
     password.write_text("right\n")
+    password.chmod(0o600)
     with serve(password="right") as server:
         async with opened(server.url.replace("redis://", "redis://:wrong@")) as tier:
             assert not tier.available
@@ -284,3 +285,20 @@ def test_what_can_never_work_is_refused_by_name(tmp_path: Path) -> None:
         RedisTier(settings("redis://localhost", password_file=str(tmp_path / "none")), SECRET)
     with pytest.raises(ConfigError, match=r"redis\.tls_ca: .* is no file"):
         RedisTier(settings("rediss://localhost", tls_ca=str(tmp_path / "none")), SECRET)
+
+
+@pytest.mark.parametrize(
+    ("field", "scheme"), [("password_file", "redis"), ("sentinel_password_file", "redis+sentinel")]
+)
+def test_a_password_that_others_may_read_is_refused(tmp_path: Path, field: str, scheme: str) -> None:
+    password = tmp_path / "password"
+    password.write_text("a word\n")
+    options = settings(
+        f"{scheme}://localhost/master" if "sentinel" in scheme else "redis://h", **{field: str(password)}
+    )
+    for mode in (0o640, 0o604, 0o620):
+        password.chmod(mode)
+        with pytest.raises(ConfigError, match=rf"redis\.{field}: .* is open to others \(mode 0{mode:o}\)"):
+            RedisTier(options, SECRET)
+    password.chmod(0o400)
+    RedisTier(options, SECRET)

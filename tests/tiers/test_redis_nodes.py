@@ -259,6 +259,7 @@ async def test_sentinels_that_want_a_login_and_tls_have_their_own(tmp_path: Path
     certified = Certificates(*certificates(tmp_path)) if tls else None
     for name_, text in (("redis", "of-redis\n"), ("sentinel", "of-the-sentinel\n"), ("wrong", "of-nobody\n")):
         (tmp_path / name_).write_text(text)
+        (tmp_path / name_).chmod(0o600)
     with serve_watched("of-redis", "of-the-sentinel", certified) as watched:
         more = {"password_file": str(tmp_path / "redis"), **(certified.settings if certified else {})}
         more["connect_timeout"] = "5s"  # each connection asks a Sentinel first, both by TLS
@@ -312,3 +313,15 @@ async def test_over_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
             assert not tier.available
     with pytest.raises(ConfigError, match=r"redis\.tls_ca: it cannot be used"):
         RedisTier(settings(url, tls_ca=str(key)), SECRET)
+    both = tmp_path / "both.pem"
+    both.write_bytes(cert.read_bytes() + key.read_bytes())
+    for field, file, files in (
+        ("tls_key", key, {"tls_cert": cert, "tls_key": key}),
+        ("tls_cert", both, {"tls_cert": both}),
+    ):
+        options = settings(url, **{name_: str(path) for name_, path in files.items()})
+        file.chmod(0o640)
+        with pytest.raises(ConfigError, match=rf"redis\.{field}: .* is open to others \(mode 0640\)"):
+            RedisTier(options, SECRET)
+        file.chmod(0o600)
+        RedisTier(options, SECRET)

@@ -126,7 +126,7 @@ def test_a_secret_is_read_from_a_file_that_is_its_owners_alone(tmp_path: Path) -
     assert Secret.from_file(path).name_of(NAME) == SECRET.name_of(NAME)
     assert not Secret.from_file(None).shared
     path.chmod(0o640)
-    with pytest.raises(ConfigError, match=r"cluster\.secret_file: .* is open to others"):
+    with pytest.raises(ConfigError, match=r"cluster\.secret_file: .* is open to others \(mode 0640\)"):
         Secret.from_file(path)
     path.chmod(0o600)
     path.write_bytes(b"short\n")
