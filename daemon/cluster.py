@@ -92,7 +92,8 @@ class Cluster:
         self.peers = await stack.enter_async_context(Peers(settings.peers, self._secret, self.info, met=self._met))
         if settings.redis.url:
             await self._open_redis(stack)
-        self._peer_source = PeerSource(self.peers, self.fleet, self._secret)
+        directory = self.fleet if settings.redis.store in ("directory", "both") else None
+        self._peer_source = PeerSource(self.peers, directory, self._secret)
         self._sources.append(self._peer_source)
         self.remote = await stack.enter_async_context(
             Remote(settings.cluster, daemon.cache, daemon.transfer, self._sources, clock=daemon.clock)
@@ -100,7 +101,7 @@ class Cluster:
         payload = self.redis if settings.redis.store in ("payload", "both") else None
         low = settings.dram.low_watermark.of(daemon.residency.dram.pool.capacity)
         self.sharing = await stack.enter_async_context(
-            Sharing(settings.redis, daemon.cache, payload, self.fleet, slack=2 * low, timeout=settings.cluster.deadline)
+            Sharing(settings.redis, daemon.cache, payload, directory, slack=2 * low, timeout=settings.cluster.deadline)
         )
 
     async def _open_redis(self, stack: AsyncExitStack) -> None:
@@ -112,17 +113,11 @@ class Cluster:
             source = RedisSource(redis)
             self._redis_link = source.link
             self._sources.append(source)
-        if settings.redis.store in ("directory", "both"):
-            self.fleet = await stack.enter_async_context(
-                Fleet(
-                    redis,
-                    self._secret,
-                    self.info(),
-                    entry_ttl=settings.redis.ttl,
-                    timeout=settings.redis.deadline,
-                )
-            )
-            self.fleet.namespaces = self._namespaces
+        # Whatever is kept in Redis, nodes that meet there compare how they name blocks.
+        self.fleet = await stack.enter_async_context(
+            Fleet(redis, self._secret, self.info(), entry_ttl=settings.redis.ttl, timeout=settings.redis.deadline)
+        )
+        self.fleet.namespaces = self._namespaces
 
     def info(self) -> NodeInfo:
         """What this node says of itself to others."""

@@ -1,8 +1,9 @@
 """Who is in the fleet, and which node has which prefix: two kinds of small values in Redis.
 
 *Node records*: each node's address, incarnation and key scheme, under its name (`node:`, so that a name has one node)
-and under its incarnation (`boot:`, where entries lead); both live for LEASE_S and are renewed every third of that. A
-node whose record is gone has nothing for us.
+and, if it serves others, under its incarnation (`boot:`, where entries lead); both live for LEASE_S and are renewed
+every third of that. A node whose record is gone has nothing for us. Every node that uses Redis has one, also where only
+payloads are shared: blocks that are named otherwise look like blocks that nobody has.
 
 *Entries*: one key for every 16th block of a chain and for its end, `d:` and the block's keyed name; the value is the
 incarnation of the node that said so last; one that has fetched the block from another node leaves that one's entry, and
@@ -12,9 +13,10 @@ all blocks of a question are asked for in one MGET, and the last one that some n
 node.
 
 What it costs is in `make bench`: 10 bytes of Redis a block (160 for an entry, which stands for 16), one pipelined SET
-for each 16 blocks stored, and at rest an MGET and two SETs a node every 5 s; no SCAN, no heartbeat a block. Once a
-minute each node adds its name to one sorted set and reads it, to meet those it has not met. Entries live as long as
-blocks in Redis do; one that leads to a node that has been gone for as long as a lease goes when met.
+for each 16 blocks stored, and at rest an MGET and a SET a node every 5 s, two SETs if it serves others; no SCAN, no
+heartbeat a block. Once a minute each node adds its name to one sorted set and reads it, to meet those it has not met.
+Entries live as long as blocks in Redis do; one that leads to a node that has been gone for as long as a lease goes when
+met.
 
 With the same roll each node tells of its engines' namespaces (`s:` and its name), so that nodes whose engines are alike
 and share nothing all the same say so (alike.py).
@@ -316,7 +318,7 @@ class Fleet:
         other = self._namesake(there, now)
         if other is not None and self._has_the_name(other, now):
             if not self.taken_by:
-                log.error("cluster.node: another node is named %s too; this one is silent", self.me.name)
+                log.warning("cluster.node: another node has the name %s, or had it; this one waits", self.me.name)
             self.taken_by = other.info.boot.hex()
             self._recorded = False
             await self._store.write([(self._twin_key, self._sealed(now))], LEASE_S, self._timeout)
@@ -324,9 +326,12 @@ class Fleet:
         if other is not None and not self._recorded:
             log.info("an earlier life of this node is over boot=%s", other.info.boot.hex())
             await self._erase([b"boot:" + other.info.boot])
+        # The name is ours: who had it has gone.
+        self._namesakes.pop(bytes.fromhex(self.taken_by), None)
         silent, self.taken_by, self._waiting_since = self.taken_by, "", 0.0
         record = self._sealed(now)
-        await self._store.write([(key, record), (b"boot:" + self.me.boot, record)], LEASE_S, self._timeout)
+        keys = [key] if self.me.address is None else [key, b"boot:" + self.me.boot]
+        await self._store.write([(one, record) for one in keys], LEASE_S, self._timeout)
         if self._recorded and not there:
             log.warning("redis has lost what it held")
             self.counters["forgotten"] += 1
@@ -563,6 +568,7 @@ class Fleet:
             "boot": self.me.boot.hex(),
             "waiting_entries": len(self._waiting),
             "reason": self._trouble,
+            "taken_by": self.taken_by,
             "known": sorted(one.info.name for one in self._known.values())[:MOST_LISTED],
             "different": sorted(self._different.values())[:MOST_LISTED],
             "hints": sorted(hint for hints in self._alike.values() for hint in hints)[:HINTS],
@@ -575,11 +581,13 @@ class Fleet:
             problems.append(f"other nodes do not hear of this one: {self._trouble}")
         what = f"cluster.node: another node is named {self.me.name} too"
         if self.taken_by:
-            problems.append(f"{what} (boot {self.taken_by[:8]}); this one offers nothing to others: rename it")
+            # Until the other one has shown that it lives, it is most likely this node's own earlier life.
+            if not self._waiting_since:
+                problems.append(f"{what} (boot {self.taken_by[:8]}); this one is not known to others: rename it")
             return problems
         now = asyncio.get_running_loop().time()
         for boot, (info, at) in self._namesakes.items():
             if now - at < LEASE_S:
                 where = "" if info.address is None else f" at {info.address}"
-                problems.append(f"{what} (boot {boot.hex()[:8]}{where}); that one offers nothing to others: rename it")
+                problems.append(f"{what} (boot {boot.hex()[:8]}{where}); that one is not known to others: rename it")
         return problems

@@ -123,6 +123,7 @@ def test_a_redis_whose_clock_jumps_loses_what_is_old_and_keeps_nobody_alive(
         if jump < 0:
             assert redis.client().pttl("kvcascade:node:a") > 20 * HOUR * 1000
             again = node(start_daemon, redis, "a")  # at another address, so it waits for the other one to show itself
-            eventually(lambda: any("named a too" in problem for problem in again.status()["problems"]))
-            eventually(lambda: again.status()["problems"] == [], 60)
+            eventually(lambda: again.status()["cluster"]["fleet"]["taken_by"])
+            eventually(lambda: not again.status()["cluster"]["fleet"]["taken_by"], 60)
+            assert again.status()["problems"] == []
             stored(again, start_engine(again), prompt("new", BLOCKS), where="directory")

@@ -383,6 +383,28 @@ def test_nodes_of_another_seed_share_nothing_and_say_so_on_both_sides(
         assert "seed" in problem and "a (kvcascade" in problem and "b (kvcascade" in problem
 
 
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"daemon_seed": "42"}, "seed"),
+        ({"daemon_hash_algo": "sha256"}, "hash algorithm"),
+        ({"daemon_key_scheme": "untagged-0.19"}, "key scheme"),
+    ],
+)
+def test_nodes_that_share_payloads_alone_and_hash_otherwise_say_so_on_both_sides(
+    start_daemon: Start, redis: RedisServer, other: dict[str, str], words: str
+) -> None:
+    """Fault B1: never a silent 0 %, though the two have no directory and serve nobody."""
+    payload = {"redis_store": "payload", "peers_listen": ""}
+    a = node(start_daemon, redis, "a", **payload)
+    b = node(start_daemon, redis, "b", **payload, **other)
+    for one in (a, b):
+        told = eventually(lambda one=one: [text for text in one.status()["problems"] if words in text], 90)
+        assert len(told) == 1 and "a (kvcascade" in told[0] and "b (kvcascade" in told[0]
+    names = redis.client().keys("*")
+    assert not any(name.startswith((b"kvcascade:boot:", b"kvcascade:d:")) for name in names), names
+
+
 def test_a_secret_keeps_strangers_out(
     start_daemon: Start, start_engine: Start, redis: RedisServer, tmp_path: Path
 ) -> None:

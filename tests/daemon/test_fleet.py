@@ -157,6 +157,21 @@ async def test_a_node_that_was_killed_is_back_at_once(server: RedisServer) -> No
             assert again.problems() == []
 
 
+async def test_a_node_that_was_killed_and_has_no_address_waits_for_its_name_without_a_complaint(
+    server: RedisServer,
+) -> None:
+    """Where only payloads are shared nodes serve nobody; whether its own earlier life is over, only time can tell."""
+    silent, lease_ms = replace(A, address=None), int(module.LEASE_S * 1000)
+    server.client().set("kvcascade:node:a", sealed(silent, SECRET), px=lease_ms)
+    async with node(server, replace(silent, boot=b"C" * 16)) as again:
+        await until(lambda: again.taken_by)
+        while again.taken_by:
+            assert again.problems() == []
+            await asyncio.sleep(0.03)
+        assert b"C" * 16 in (server.client().get("kvcascade:node:a") or b"")
+        assert again.problems() == []
+
+
 async def test_a_node_that_is_cut_off_for_a_moment_keeps_its_entries(server: RedisServer) -> None:
     async with node(server, B) as b, node(server, A) as a:
         a.announce(SPACE, 0, [HASHES[15]])
@@ -214,7 +229,7 @@ async def test_the_later_one_of_two_nodes_with_one_name_steps_back_and_both_say_
         async with node(server, replace(A, boot=b"C" * 16, address=elsewhere)) as twin, node(server, B) as b:
             await until(lambda: twin.problems() and a.problems())
             (told,), (heard,) = twin.problems(), a.problems()
-            assert "named a too" in told and "; this one offers nothing" in told and A.boot.hex()[:8] in told
+            assert "named a too" in told and "; this one is not known" in told and A.boot.hex()[:8] in told
             assert "named a too" in heard and f"{(b'C' * 16).hex()[:8]} at 10.0.0.3:7400" in heard
             a.announce(SPACE, 0, [HASHES[15]])
             twin.announce(SPACE, 0, [HASHES[20]])

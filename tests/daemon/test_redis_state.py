@@ -237,9 +237,9 @@ def test_two_nodes_with_one_name(start_daemon: Start, start_engine: Start, redis
     first = node(start_daemon, redis, "same")
     eventually(lambda: redis.client().exists("kvcascade:node:same"))
     second = node(start_daemon, redis, "same")
-    heard = told(first, "cluster.node", "named same too", "that one offers nothing")
+    heard = told(first, "cluster.node", "named same too", "that one is not known")
     assert second.status()["cluster"]["server"]["listen"] in heard
-    told(second, "cluster.node", "named same too", "this one offers nothing")
+    told(second, "cluster.node", "named same too", "this one is not known")
     for daemon in (first, second):
         served(daemon, start_engine(daemon), "mine")
     tokens = prompt("one", BLOCKS)
