@@ -220,6 +220,7 @@ class Cluster:
             problems += self.redis.problems()
         if self.fleet is not None:
             problems += self.fleet.problems()
+        problems += self.peers.problems()
         if self.server is not None:
             problems += self.server.problems()
         return problems

@@ -41,6 +41,7 @@ Address = tuple[Any, ...]  # family, and what its sockets connect to
 
 PAUSE_FIRST_S: Final = 0.5
 PAUSE_LAST_S: Final = 30.0
+TROUBLE_S: Final = 2 * PAUSE_LAST_S  # so long a node that nobody asks any more counts as in trouble
 IDLE_S: Final = 60.0  # a connection that was not used for so long is closed
 RESOLVED_S: Final = 60.0  # how long a host name's addresses are believed
 NODES: Final = 1024  # that are remembered
@@ -53,6 +54,10 @@ WAITING: Final = 32  # questions whose answer may take long, at one time: hand-o
 VOID: Final = "handed on at its source while it was sent"
 # After these the length of what follows a header is not known.
 OUT_OF_STEP: Final = frozenset({"no value of ours", "another format version", "another block", "another length"})
+
+
+class _Anew(Refused):
+    """Another incarnation answers there: this one is over, which is no trouble."""
 
 
 class _Busy(TierUnavailable):
@@ -75,6 +80,7 @@ class _Peer:
     reason: str = ""
     pause: float = PAUSE_FIRST_S
     retry_at: float = 0.0
+    trouble_at: float = -math.inf  # when it failed last, and not because it is over
     blocks: int = 0
     nbytes: int = 0
     seconds: float = 0.0
@@ -402,6 +408,7 @@ class Peers:
         if not peer.reason:
             log.warning("peers: a node is left alone for a while node=%s reason=%s", peer.endpoint, text)
         peer.reason = text
+        peer.trouble_at = -math.inf if isinstance(error, _Anew) else self._clock()
         peer.retry_at = self._clock() + peer.pause
         peer.pause = min(2 * peer.pause, PAUSE_LAST_S)
 
@@ -449,7 +456,7 @@ class Peers:
                 info = channel.greet(self._me())
                 channel.until(using.deadline, using.silence)
                 if info.boot != peer.boot:
-                    raise Refused("peer: this node was started anew: what is known of it is out of date")
+                    raise _Anew("peer: this node was started anew: what is known of it is out of date")
             except TierUnavailable as error:
                 self.drop_channel(channel)
                 trouble = error
@@ -497,6 +504,15 @@ class Peers:
                 "bandwidth": peer.nbytes / peer.seconds if peer.seconds else 0.0,
             }
             for peer in list(self._peers.values())[-MOST_LISTED:]  # those used last
+        ]
+
+    def problems(self) -> list[str]:
+        """What an operator should know, in sentences. A node that was shut down is asked no more, and soon none."""
+        since = self._clock() - TROUBLE_S
+        return [
+            f"{f'node {peer.name} at ' if peer.name else 'the node at '}{peer.endpoint} is left alone: {peer.reason}"
+            for peer in self._peers.values()
+            if peer.reason and peer.trouble_at > since
         ]
 
 

@@ -438,7 +438,11 @@ class RedisTier:
         """What an operator should know, in sentences."""
         if not self.available:
             return [f"redis is left alone: {self._reason}"]
-        problems = [f"redis takes no blocks: {self._takes_none}"] if self._takes_none else []
+        problems = [
+            f"redis node {host}:{port} is left alone: {reason}" for (host, port), reason in self._nodes.away.items()
+        ]
+        if self._takes_none:
+            problems.append(f"redis takes no blocks: {self._takes_none}")
         for reason, why in _DISBELIEVED.items():
             if count := self.counters[f"not fetched: {reason}"]:
                 problems.append(f"{count} values in redis were not believed: {reason} ({why})")

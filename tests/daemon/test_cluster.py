@@ -149,8 +149,10 @@ def test_a_node_that_dies_costs_a_miss_and_no_more(
     tokens, other = prompt("one", BLOCKS), prompt("two", BLOCKS)
     writer, reader = start_engine(a), start_engine(b)
     stored(a, writer, tokens, where="directory")
+    where = a.status()["cluster"]["server"]["listen"]
     a.process.send_signal(signal.SIGSTOP)
     assert fetch(reader, tokens)["loaded"] == 0
+    assert any(f"at {where} is left alone: no " in problem for problem in b.status()["problems"])
     a.process.send_signal(signal.SIGCONT)
     a.kill()
     assert fetch(reader, tokens, "again")["loaded"] == 0

@@ -19,7 +19,7 @@ from kvcascade.config.errors import CascadeError, Refused, TierUnavailable
 from kvcascade.config.settings import Endpoint, PeerSettings
 from kvcascade.daemon import peer_server
 from kvcascade.daemon.peer_wire import Channel, Say
-from kvcascade.daemon.peers import VOID, Peers
+from kvcascade.daemon.peers import TROUBLE_S, VOID, Peers
 from kvcascade.tiers.codec import Codec
 from kvcascade.tiers.remote import Secret
 
@@ -208,6 +208,8 @@ async def test_a_killed_source_costs_misses_and_its_successor_is_another_one() -
             source.kill()
             assert None not in await trouble(peers, endpoint, boot)
             assert peers.status()[0]["state"] == "sick"
+            (problem,) = peers.problems()
+            assert f" at {endpoint} is left alone: " in problem and peers.status()[0]["name"] in problem
             # Left alone: nothing is even tried.
             assert "left alone" in str((await trouble(peers, endpoint, boot))[0])
         with PeerNode(HASHES, port=endpoint.port) as successor:
@@ -220,6 +222,21 @@ async def test_a_killed_source_costs_misses_and_its_successor_is_another_one() -
                     break
                 await asyncio.sleep(0.1)
             assert set(reasons) == {"this node was started anew: what is known of it is out of date"}
+            assert peers.problems() == []  # whoever has restarted a node need not be told
+
+
+async def test_a_node_in_trouble_whom_nobody_asks_any_more_is_no_problem_for_long() -> None:
+    """It may have been shut down for good, and nobody says so."""
+    passed = 0.0
+    async with Peers(
+        PeerSettings(), Secret(), lambda: node("asking"), clock=lambda: time.monotonic() + passed
+    ) as peers:
+        with socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))  # and does not listen
+            assert None not in await trouble(peers, Endpoint(*nobody.getsockname()), b"b" * 16)
+        assert len(peers.problems()) == 1
+        passed = TROUBLE_S
+        assert peers.problems() == [] and peers.status()[0]["state"] == "sick"
 
 
 async def test_a_stopped_source_is_given_up_at_the_deadline_and_comes_back() -> None:
@@ -262,7 +279,7 @@ async def test_a_bad_network_costs_misses_until_it_is_good_again(fault: Fault) -
             fault(proxy)
             reasons = await trouble(peers, endpoint, me.boot, 0.6)
             assert None not in reasons[2:]
-            assert peers.status()[0]["reason"]
+            assert peers.status()[0]["reason"] in peers.problems()[0]
             with pytest.raises(TierUnavailable, match="left alone"):
                 await ask(peers, endpoint, me.boot)
             proxy.hole = proxy.refuse = False
@@ -270,6 +287,7 @@ async def test_a_bad_network_costs_misses_until_it_is_good_again(fault: Fault) -
             proxy.reset()
             await eventually_whole(peers, endpoint, me.boot)
             assert peers.status()[0]["state"] == "ok"
+            assert peers.problems() == []
 
 
 @asynccontextmanager

@@ -166,6 +166,7 @@ async def test_a_bad_way_to_one_node_of_a_cluster_costs_its_own_blocks_alone(
             bad = [n for n in range(60) if place(tier, n) == 1]
             fault(proxy)
             # At first nobody knows of it; then the node is left alone.
+            told: list[str] = []
             for _ in range(4):
                 jobs = fetches(range(60))
                 reasons = await tier.fetch(jobs, 3)
@@ -175,6 +176,8 @@ async def test_a_bad_way_to_one_node_of_a_cluster_costs_its_own_blocks_alone(
                 assert [n for n, reason in enumerate(reasons) if reason] == bad
                 assert await tier.present([name(n) for n in range(60)], 5) == bad[0] > 0
                 assert tier.available
+                told += tier.problems()
+            assert any(one.startswith(f"redis node 127.0.0.1:{proxy.port} is left alone: ") for one in told)
             proxy.hole = proxy.refuse = False
             proxy.rate, proxy.delay = 0, 0.0
             proxy.reset()
@@ -186,6 +189,7 @@ async def test_a_bad_way_to_one_node_of_a_cluster_costs_its_own_blocks_alone(
                     break
                 await asyncio.sleep(0.1)
             assert reasons == [None] * 60
+            assert tier.problems() == []
     assert "Exception" not in caplog.text
 
 
