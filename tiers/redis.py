@@ -52,6 +52,7 @@ PROBE_S: Final = 2.0  # how often Redis is asked how it is
 PAUSE_FIRST_S: Final = 0.5  # before a probe after a failure, doubling
 PAUSE_LAST_S: Final = 30.0
 GRACE_S: Final = 0.1  # beyond its deadline, for a thread to say so itself
+TELL_S: Final = 10.0  # after one line of the log about Redis being away, before one for another reason
 ENDS_S: Final = 1.0  # beyond its deadlines, for the threads to end
 DAY_S: Final = 86400.0
 REFUSED_S: Final = 1.0  # for how long no block is sent after Redis refused one for a reason that lasts
@@ -112,6 +113,7 @@ class RedisTier:
         self._trouble = asyncio.Event()
         self._probed = asyncio.Event()
         self._reason = "not connected yet"
+        self._told, self._told_at = "", 0.0  # the reason that the log has, and since when
         self._pause = PAUSE_FIRST_S
         self._info: dict[str, Any] = {}
         self._latency = 0.0
@@ -197,9 +199,14 @@ class RedisTier:
     def _failed(self, reason: str, *, probe: bool = False) -> None:
         if self._closed:
             return
-        if not self._reason or self._reason == "not connected yet":
-            log.warning("redis is left alone for a while reason=%s", reason)
-        self._reason = reason.removeprefix("redis: ")
+        reason = reason.removeprefix("redis: ")
+        now = self._clock()
+        first = not self._reason or self._reason == "not connected yet"
+        if first or (reason != self._told and now - self._told_at >= TELL_S):
+            what = "is left alone for a while" if first else "is still away, by now for another reason"
+            log.warning("redis %s reason=%s", what, reason)
+            self._told, self._told_at = reason, now
+        self._reason = reason
         self.counters["failures"] += 1
         if not probe:
             self._trouble.set()

@@ -11,6 +11,7 @@ from engines.redis_server import RedisServer, serve
 from engines.redis_tier import SECRET, SIZE, available, check, fetches, name, opened, pattern, sends, settings
 
 from kvcascade.config.errors import ConfigError, TierUnavailable
+from kvcascade.tiers import redis as module
 from kvcascade.tiers import value
 from kvcascade.tiers.codec import Codec
 from kvcascade.tiers.redis import RedisTier
@@ -174,6 +175,33 @@ async def test_a_wrong_password_is_a_state(tmp_path: Path) -> None:
             assert "wrong" not in str(told["url"]) and "password" in str(told["reason"]).lower()
         async with opened(server.url, password_file=str(password)) as tier:
             assert tier.available
+
+
+@pytest.mark.parametrize(("pause", "told"), [(0.0, ["refused", "NOAUTH"]), (3600.0, ["refused"])])
+async def test_the_log_tells_another_reason_for_which_redis_is_away_once_and_not_too_soon(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    pause: float,
+    told: list[str],
+) -> None:
+    monkeypatch.setattr(module, "TELL_S", pause)
+    server = RedisServer(tmp_path / "r", password="of nobody here")
+    async with opened(server.url) as tier:
+        server.start()
+        try:
+            reasons: list[str] = []
+            for _ in range(600):
+                reasons += [str(tier.status()["reason"])]
+                if sum("NOAUTH" in reason for reason in reasons) > 60:  # several probes of the same outcome
+                    break
+                await asyncio.sleep(0.05)
+            assert "NOAUTH" in reasons[-1]
+        finally:
+            lines = [record.getMessage() for record in caplog.records if record.name == "kvcascade.redis"]
+            server.kill()
+        assert len(lines) == len(told)
+        assert all(word in line for word, line in zip(told, lines, strict=True)), lines
 
 
 async def test_a_user_who_may_not_write_is_told(server: RedisServer) -> None:
