@@ -47,6 +47,13 @@ TIMEOUT = 5.0
 CHECK_TIMEOUT = 120.0
 EXPLAIN_TIMEOUT = 30.0  # s; the daemon answers by its own deadline
 
+NO_NODES = "this daemon deals with no other nodes (redis.url, peers.listen)"
+# How a prompt is hashed depends on the engine's namespace, and nobody has told this daemon of one.
+NOBODY_ASKED = (
+    "other nodes were not asked: what blocks are called there depends on the engine, and none has been here; "
+    "attach one to this daemon, or ask on a node where one is"
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code; what goes wrong is told on stderr, in a line or two."""
@@ -285,8 +292,11 @@ def _lookup(arguments: argparse.Namespace) -> int:
     with _daemon(arguments) as daemon:
         asked = _asked(daemon, arguments)
         found = [_present(daemon, namespace, groups, tokens, arguments.explain) for namespace, groups in asked]
+        answer: dict[str, Any] = {"tokens": len(tokens), "namespaces": found}
+        if arguments.explain and not found:
+            answer["why"] = NOBODY_ASKED if daemon.call("status")["cluster"] else NO_NODES
     found.sort(key=lambda one: -one["present_tokens"])
-    _show("lookup", arguments, {"tokens": len(tokens), "namespaces": found})
+    _show("lookup", arguments, answer)
     return EXIT_OK if any(one["present_tokens"] for one in found) else EXIT_PROBLEM
 
 
@@ -505,7 +515,7 @@ def _present(
 
 def _why(cluster: bool, here: dict[str, Any]) -> str:
     if not cluster:
-        return "this daemon deals with no other nodes (redis.url, peers.listen)"
+        return NO_NODES
     return str(here.get("why") or here.get("error") or "all of it is here")
 
 

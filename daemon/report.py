@@ -60,6 +60,8 @@ def show_lookup(answer: Answer) -> None:
             console,
             f"0 of {total} tokens are present: no blocks are held, and no engine is here",
         )
+        if why := answer.get("why"):
+            _line(console, f"why: {why}")
     for one in answer["namespaces"]:
         _line(
             console,

@@ -472,6 +472,25 @@ def test_recomputing_that_is_quicker_is_left_to_the_engine(
     assert fetch(reader, tokens, "again")["loaded"] == BLOCKS
 
 
+def test_explaining_a_prompt_where_no_engine_has_been_says_why_nobody_was_asked(
+    start_daemon: Start, start_engine: Start, redis: RedisServer
+) -> None:
+    a, b = (node(start_daemon, redis, name, redis_store="payload") for name in "ab")
+    tokens = prompt("one", BLOCKS)
+    stored(a, start_engine(a), tokens, where="redis")
+
+    def explained(daemon: Any) -> str:
+        command = [str(Path(sys.executable).with_name("kvcascade")), "lookup", "--explain", "--socket"]
+        words = [*command, str(daemon.socket), *map(str, tokens)]
+        return subprocess.run(words, capture_output=True, text=True).stdout
+
+    assert "why: other nodes were not asked" in explained(b)
+    start_engine(b).attach()
+    told = explained(b)
+    assert "not asked" not in told and f"has {BLOCKS} blocks more" in told
+    assert "deals with no other nodes" in explained(start_daemon())
+
+
 def test_an_address_that_all_could_use_needs_one_to_be_named(start_daemon: Start) -> None:
     with pytest.raises(AssertionError, match=r"peers\.advertise"):
         start_daemon(peers_listen="0.0.0.0:0")
