@@ -35,10 +35,11 @@ class RedisSource:
     async def find(self, space: Space, hashes: bytes, ticket: bytes, timeout: float) -> list[Found]:
         """How many leading blocks Redis has. TierUnavailable while it is away."""
         width = space.width
-        names = [
+        # Not a list: the tier's thread makes them, 0.6 us each.
+        names = (
             BlockName(space.fingerprint, space.group, hashes[start : start + width])
             for start in range(0, len(hashes), width)
-        ]
+        )
         count = await self._redis.present(names, timeout)
         return [Found("redis", self.tier, count, self.link, self._fetch, self._redis.forget)] if count else []
 

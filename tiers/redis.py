@@ -319,8 +319,11 @@ class RedisTier:
         """The key of a block's value."""
         return self._nodes.keys_of([name])[0]
 
-    async def present(self, names: Sequence[BlockName], timeout: float) -> int:
-        """How many leading ones of these blocks Redis has. TierUnavailable when that cannot be told."""
+    async def present(self, names: Iterable[BlockName], timeout: float) -> int:
+        """How many leading ones of these blocks Redis has. TierUnavailable when that cannot be told.
+
+        Another thread iterates over `names`: making those of a long question takes it as long as asking.
+        """
         there = await self._run_small(lambda course: self._nodes.exists(names, course), timeout)
         count = next((number for number, one in enumerate(there) if one != 1), len(there))
         if not count:

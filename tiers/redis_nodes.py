@@ -276,7 +276,7 @@ class Nodes:
                     for wire in self._all:
                         wire.stale = True
 
-    def exists(self, names: Sequence[BlockName], course: Course) -> list[Any]:
+    def exists(self, names: Iterable[BlockName], course: Course) -> list[Any]:
         """For each block 1 where it is there and 0 where not; else the error, as in `ask`."""
         # All keys are as long as each other: of a command only they differ.
         keys = self.keys_of(names)

@@ -99,6 +99,19 @@ async def test_a_node_finds_who_has_a_prefix(server: RedisServer) -> None:
         assert await find(a) == []
 
 
+async def test_a_long_question_is_asked_in_pieces_and_answered_as_a_whole(server: RedisServer) -> None:
+    hashes = [number.to_bytes(32, "big") for number in range(3 * module.BATCH + 5)]
+    chain = b"".join(hashes)
+    async with node(server, A) as a, node(server, B) as b, node(server, replace(A, name="c", boot=b"C" * 16)) as c:
+        a.announce(SPACE, 0, [hashes[module.BATCH - 1], hashes[-1]])
+        c.announce(SPACE, 0, [hashes[module.BATCH]])
+        await written(a, 2)
+        await written(c, 1)
+        await eventually(b, [("a", len(hashes)), ("c", len(hashes))], chain)
+        await eventually(b, [("c", module.BATCH + 1), ("a", module.BATCH + 1)], chain[: (module.BATCH + 1) * 32])
+        await eventually(b, [("a", module.BATCH)], chain[: module.BATCH * 32])
+
+
 async def test_nothing_is_scanned_and_at_rest_nothing_is_written_a_block(server: RedisServer) -> None:
     async with node(server, A) as a, node(server, B) as b:
         a.announce(SPACE, 0, [HASHES[15]])

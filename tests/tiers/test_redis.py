@@ -15,7 +15,7 @@ from kvcascade.tiers import redis as module
 from kvcascade.tiers import value
 from kvcascade.tiers.codec import Codec
 from kvcascade.tiers.redis import RedisTier
-from kvcascade.tiers.remote import Secret
+from kvcascade.tiers.remote import BlockName, Secret
 
 
 @pytest.fixture
@@ -125,6 +125,21 @@ async def test_keys_of_another_type_are_misses(server: RedisServer) -> None:
         client.lpush(b"kvcascade:small", b"a list")
         await tier.write([(b"other", b"text")], 10, 5)
         assert await tier.read([b"small", b"other", b"none"], 5) == [None, b"text", None]
+
+
+async def test_the_names_of_a_question_are_made_by_another_thread_than_the_loops(server: RedisServer) -> None:
+    """Those of a long one take 10 ms."""
+    made: set[int] = set()
+
+    def names() -> Iterator[BlockName]:
+        for number in range(3000):
+            made.add(threading.get_ident())
+            yield name(number)
+
+    async with opened(server.url) as tier:
+        await tier.store(sends(range(2000)), 5)
+        assert await tier.present(names(), 5) == 2000
+    assert made and threading.get_ident() not in made
 
 
 async def test_redis_away_at_the_start_and_back_later(tmp_path: Path) -> None:
