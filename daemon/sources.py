@@ -21,6 +21,11 @@ log = logging.getLogger("kvcascade.sources")
 
 CANDIDATES = 2  # nodes that are asked exactly, of those that the directory names
 LINKS = 1024  # nodes whose speed is remembered
+# A node that has served this one before answers a question in about the latency of its link. One that takes so many
+# times as long, and a while that busy machines may take, hangs: waiting for it on would cost the other sources, or the
+# engine, that time.
+HANGS = 50
+HANGS_S = 1.0
 
 
 class RedisSource:
@@ -84,6 +89,9 @@ class PeerSource:
     async def _ask(
         self, name: str, endpoint: Endpoint, boot: bytes, space: Space, hashes: bytes, wait: float, timeout: float
     ) -> Found:
+        known = self.links.get(boot)
+        if known is not None and known.observed and not wait:
+            timeout = min(timeout, max(HANGS_S, HANGS * known.latency))
         told = await self._peers.ask(endpoint, boot, space.fingerprint, space.group, hashes, wait=wait, timeout=timeout)
         count = min(told, len(hashes) // space.width)
         link = self.links.get(boot)

@@ -329,6 +329,30 @@ def test_a_node_that_does_not_answer_keeps_nothing_from_readers_that_redis_has(
     assert "never retrieved" not in b.log.read_text()
 
 
+def test_a_node_that_has_served_before_and_hangs_is_not_waited_for_until_the_deadline(
+    start_daemon: Start, start_engine: Start, redis: RedisServer
+) -> None:
+    # G1: its usual latency is known, and both deadlines are far longer than this test waits.
+    flags = {"redis_store": "directory", "cluster_deadline": "300s", "peers_deadline": "60s"}
+    a, b = (node(start_daemon, redis, name, **flags) for name in "ab")
+    writer, reader = start_engine(a), start_engine(b, timeout=90.0)
+    stored(a, writer, prompt("one", BLOCKS), where="directory")
+    assert fetch(reader, prompt("one", BLOCKS))["loaded"] == BLOCKS
+    (link,) = b.status()["cluster"]["links"]
+    assert link["observed"] and link["latency_ms"] < 1000
+    entries = a.status()["cluster"]["fleet"]["counters"]["entries_written"]
+    writer.store(prompt("two", BLOCKS))
+    eventually(lambda: a.status()["cluster"]["fleet"]["counters"]["entries_written"] > entries)
+    a.process.send_signal(signal.SIGSTOP)
+    found = reader.lookup(prompt("two", BLOCKS), "two", wait_ms=15_000)
+    assert (found["matched"], found["asking"]) == (0, False)
+    (peer,) = b.status()["cluster"]["peers"]
+    assert (peer["state"], peer["reason"]) == ("sick", "no answer in time")
+    a.process.send_signal(signal.SIGCONT)
+    eventually(lambda: fetched(reader, prompt("two", BLOCKS), f"{time.monotonic()}") == BLOCKS, 60)
+    assert b.status()["problems"] == []
+
+
 def test_status_lists_some_of_very_many_nodes_and_the_latest_of_them(start_daemon: Start, start_engine: Start) -> None:
     """A reply has a limit: with a thousand nodes and a thousand sessions `status` would not be told at all."""
     b = node(start_daemon, None, "b", cluster_deadline="1s")
