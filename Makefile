@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 PACKAGES := daemon tiers connectors config
 PIP := $(BIN)/python -P -m pip -qq --disable-pip-version-check --no-input
 
-.PHONY: help demo demo-cluster tools test test-newer check bench bench-vllm stress engines dev links clean
+.PHONY: help demo demo-cluster tools test test-newer check bench bench-vllm stress engines mooncake dev links clean
 
 help:
 	@echo 'make demo    the main job end to end: cold, from another process, after a restart'
@@ -27,6 +27,7 @@ help:
 	@echo 'make bench   the figures, a plot and build/bench/results.json'
 	@echo 'make bench-vllm  time to first token with vLLM on the CPU, and a replay of real traffic'
 	@echo 'make engines the environment with vLLM for the tests, once, in ~/.cache (two minutes, 2 GB)'
+	@echo 'make mooncake  Mooncake, once, in ~/.cache (170 MB), for `make bench` to compare with'
 	@echo 'make stress  the long tests: many rounds of crashes and races'
 	@echo 'make dev     an editable checkout in .venv, and typing/ for type checkers and editors'
 	@echo 'make clean   remove all that make made'
@@ -58,6 +59,10 @@ test: $(INSTALLED) engines tools
 engines: $(INSTALLED)
 	@PYTHON=$(BIN)/python tests/engines/vllm/install.sh >/dev/null
 	@PYTHON=$(BIN)/python tests/engines/vllm/sources.sh 0.33.0 >/dev/null
+
+# What `make bench` compares fetches from peers with, where it is there.
+mooncake: $(INSTALLED)
+	@PYTHON=$(BIN)/python tests/engines/mooncake/install.sh >/dev/null
 
 # All that drives vLLM's scheduler, by the newest version's.
 test-newer: $(INSTALLED) engines

@@ -2,7 +2,9 @@
 
 A real daemon holds the blocks and serves them over loopback. The reference is a bare sender in a process of its own
 with as many connections and threads, and a receiver that calls `recv_into` for each block: no handshake, no header, no
-checksum. Both are asked turn by turn.
+checksum. Where `make mooncake` has made its environment, Mooncake's transfer engine reads as much over TCP as well: two
+engines on either side, with one IO thread and one connection each. It proves nothing about what comes, we do. All are
+asked turn by turn, in either order.
 """
 
 import asyncio
@@ -11,10 +13,15 @@ import socket
 import statistics
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
+from engines.mooncake import Side, sides
+from engines.mooncake import environment as mooncake_environment
 
 from kvcascade.config import VERSION
 from kvcascade.config.settings import Endpoint, PeerSettings
@@ -34,10 +41,12 @@ from .harness import (
     Daemon,
     Engine,
     Row,
+    Target,
     at_least,
     check,
     median_ratio,
     namespace,
+    process_cpu,
     ratio_below,
     session,
     stop_asked,
@@ -52,17 +61,49 @@ ME = NodeInfo("bench", os.urandom(16), None, VERSION, "sha256_cbor", "tagged-0.3
 
 def run(bench: Bench) -> list[Row]:
     rows: list[Row] = []
-    rounds = bench.rounds(9, 3)
     flags = ("--dram", "512MiB", "--peers-listen", "127.0.0.1:0")
-    with Daemon(bench, "peers", *flags) as daemon, Engine(raw_sender) as raw:
+    with Daemon(bench, "peers", *flags) as daemon, Engine(raw_sender) as raw, mooncake_if_there(bench) as mooncake:
         port = raw.receive()
         for name, layers in SIZES.items():
             bench.say(f"storing blocks of {name} to fetch")
             wanted, endpoint, boot = stored(daemon, layers)
-            rows += asyncio.run(fetches(bench, name, wanted, endpoint, boot, daemon, raw, port, rounds))
+            rows += asyncio.run(fetches(bench, name, wanted, endpoint, boot, daemon, raw, port, mooncake))
             if layers == 32:
                 rows += control(bench, daemon, layers, endpoint, boot)
     return rows
+
+
+class Mooncake:
+    """Mooncake's two processes. What comes is proved once, outside the clock: it proves nothing by itself."""
+
+    def __init__(self, reader: Side, source: Side, place: Any) -> None:
+        self._sides, self._reader, self._place = (reader, source), reader, place
+        source.call("fill", 1)
+        for size in SIZES.values():
+            reader.call("fill", 2)
+            self.read(block_bytes(size))
+            check(reader.call("same", 1), "Mooncake: other bytes came than were there")
+
+    def read(self, block: int) -> tuple[float, float]:
+        """Seconds, and CPU seconds of both processes."""
+        used = self._cpu()
+        seconds = self._reader.call("read", self._place, block)
+        return seconds, self._cpu() - used
+
+    def _cpu(self) -> float:
+        return sum(process_cpu(side.pid) for side in self._sides)
+
+
+@contextmanager
+def mooncake_if_there(bench: Bench) -> Iterator[Mooncake | None]:
+    python = mooncake_environment()
+    if python is None:
+        bench.notes.append("peers: not compared with Mooncake, which is not installed (make mooncake)")
+        yield None
+        return
+    bench.say("starting Mooncake")
+    with sides(python, bench.directory, TOTAL, THREADS) as two:
+        yield Mooncake(*two)
 
 
 def group(layers: int) -> KVGroup:
@@ -108,6 +149,28 @@ def stored(daemon: Daemon, layers: int) -> tuple[list[Fetch], Endpoint, bytes]:
     return jobs(layers), Endpoint(host, int(port)), boot
 
 
+@dataclass(slots=True)
+class Taken:
+    """What one side's rounds came to: GB/s, and ms of CPU a GB of both ends together."""
+
+    speeds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float, cpu: float) -> None:
+        self.speeds.append(TOTAL / GB / seconds)
+        self.cpu.append(cpu * 1000 / (TOTAL / GB))
+
+    def against(self, what: str, limit: "Taken", named: str, target: Target | None) -> list[Row]:
+        def row(what: str, unit: str, ours: list[float], theirs: list[float], target: Target | None) -> Row:
+            ratio = median_ratio(ours, theirs)
+            return Row(f"{what} / {named}", statistics.median(ours), unit, statistics.median(theirs), ratio, target)
+
+        return [
+            row(what, "GB/s", self.speeds, limit.speeds, target),
+            row(f"{what}, CPU of both sides", "ms/GB", self.cpu, limit.cpu, None),
+        ]
+
+
 async def fetches(
     bench: Bench,
     name: str,
@@ -117,51 +180,47 @@ async def fetches(
     daemon: Daemon,
     raw: Engine,
     port: int,
-    rounds: int,
+    mooncake: Mooncake | None,
 ) -> list[Row]:
-    ours: list[float] = []
-    bare: list[float] = []
-    cpu: list[float] = []
-    bare_cpu: list[float] = []
     async with Peers(PeerSettings(threads=THREADS), Secret(), lambda: ME) as peers:
-        for number in range(rounds + 1):
-            bench.say(f"peers, blocks of {name}: round {number} of {rounds}")
+
+        async def ours() -> tuple[float, float]:
             used, began = daemon.cpu() + time.process_time(), time.perf_counter()
             reasons = await peers.fetch(endpoint, boot, wanted, 60.0)
             seconds = time.perf_counter() - began
-            used = daemon.cpu() + time.process_time() - used
             check(not any(reasons), f"peers: blocks did not come: {next(filter(None, reasons), None)}")
+            return seconds, daemon.cpu() + time.process_time() - used
+
+        async def bare() -> tuple[float, float]:
             raw.send("cpu")
             theirs = raw.receive()
-            bare_used, began = time.process_time(), time.perf_counter()
+            used, began = time.process_time(), time.perf_counter()
             await asyncio.to_thread(receive_raw, port, wanted)
-            bare_seconds = time.perf_counter() - began
-            bare_used = time.process_time() - bare_used
+            seconds = time.perf_counter() - began
+            used = time.process_time() - used
             raw.send("cpu")
-            bare_used += raw.receive() - theirs
-            if number:  # the first of each makes its connections and faults its memory in
-                ours.append(TOTAL / GB / seconds)
-                bare.append(TOTAL / GB / bare_seconds)
-                cpu.append(used * 1000 / (TOTAL / GB))
-                bare_cpu.append(bare_used * 1000 / (TOTAL / GB))
+            return seconds, used + raw.receive() - theirs
+
+        async def moved() -> tuple[float, float]:
+            assert mooncake is not None
+            return await asyncio.to_thread(mooncake.read, len(wanted[0].into))
+
+        turns = {"ours": ours, "bare": bare} | ({} if mooncake is None else {"mooncake": moved})
+        taken = {side: Taken() for side in turns}
+        rounds = bench.rounds(9, 3)
+        for number in range(rounds + 1):
+            bench.say(f"peers, blocks of {name}: round {number} of {rounds}")
+            for side in turns if number % 2 else reversed(turns):
+                seconds, cpu = await turns[side]()
+                if number:  # the first of each makes its connections and faults its memory in
+                    taken[side].add(seconds, cpu)
+    whole = name == "2 MiB"
     what = f"fetch from a peer, {name}, two threads"
-    return [
-        Row(
-            f"{what} / raw socket",
-            statistics.median(ours),
-            "GB/s",
-            statistics.median(bare),
-            median_ratio(ours, bare),
-            at_least(0.85) if name == "2 MiB" else None,
-        ),
-        Row(
-            f"{what}, CPU of both sides / raw socket",
-            statistics.median(cpu),
-            "ms/GB",
-            statistics.median(bare_cpu),
-            median_ratio(cpu, bare_cpu),
-        ),
-    ]
+    rows = taken["ours"].against(what, taken["bare"], "raw socket", at_least(0.85) if whole else None)
+    if mooncake is not None:
+        rows += taken["ours"].against(what, taken["mooncake"], "Mooncake's TCP", at_least(1) if whole else None)
+        rows += taken["mooncake"].against(f"Mooncake's TCP, {name}", taken["bare"], "raw socket", None)[:1]
+    return rows
 
 
 def control(bench: Bench, daemon: Daemon, layers: int, endpoint: Endpoint, boot: bytes) -> list[Row]:

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench.harness import Row, below
+from bench.harness import Bench, Row, below
+from bench.peers import mooncake_if_there
 from bench.vllm import LONGEST, arguments, report
 from bench.vllm_parts import Pairs, Results
+from engines import mooncake
 from rich.console import Console
 
 RUN = Path(__file__).with_name("run.py")
@@ -81,6 +83,30 @@ def test_without_its_environment_the_vllm_bench_fails_and_says_why(tmp_path: Pat
     (reason,) = json.loads((tmp_path / "vllm.json").read_text(encoding="utf-8"))["failed"].values()
     assert "the environment with vLLM cannot be made" in reason
     assert f"failed bench-vllm: {reason}"[:60] in done.stdout
+
+
+def test_without_its_environment_mooncake_is_left_out_and_nothing_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    bench = Bench(True, tmp_path, tmp_path, lambda text: None)
+    with mooncake_if_there(bench) as found:
+        assert found is None
+    assert bench.notes == ["peers: not compared with Mooncake, which is not installed (make mooncake)"]
+    assert not cache.exists()
+
+
+def test_mooncake_brings_what_the_other_process_holds(tmp_path: Path) -> None:
+    python = mooncake.environment()
+    if python is None:
+        pytest.skip("Mooncake is not installed (make mooncake)")
+    with mooncake.sides(python, tmp_path, 8 << 20, 2) as (reader, source, place):
+        source.call("fill", 1)
+        reader.call("fill", 2)
+        assert not reader.call("same", 1)
+        assert reader.call("read", place, 1 << 20) > 0
+        assert reader.call("same", 1)
 
 
 def test_a_figure_that_cannot_be_measured_is_told_and_the_next_ones_are_measured(tmp_path: Path) -> None:
