@@ -26,7 +26,7 @@ from kvcascade.tiers.namespace import Namespace
 
 from .base import Aside, FailedLoad, Prefill, Report, StepPlan, Transfer, TransferBook, WorkerConnector
 from .layout import Gatherer, describe_paged
-from .paged_scheduler import Limits
+from .paged_asking import Limits
 from .pools import PoolViews
 
 log = logging.getLogger(__name__)

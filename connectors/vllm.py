@@ -65,7 +65,8 @@ from .base import (
 )
 from .base import final_tokens as count_final_tokens
 from .handoff import REFUSED, Wishes
-from .paged_scheduler import Limits, PagedScheduler
+from .paged_asking import Limits
+from .paged_scheduler import PagedScheduler
 from .paged_worker import PagedWorker
 from .vllm_model import PRODUCER, Offered, namespace_of, own_probe, refuse_unsupported, shape_of
 
@@ -433,8 +434,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """What the request's parameters ask for; what is refused of them is told once, and the prompt is computed."""
         known = self._wishes.get(request.request_id)
         if known is None:
+            assert isinstance(self._paged, PagedScheduler)
             known = Wishes.of(request.kv_transfer_params)
-            if known.handoff is not None and isinstance(self._paged, PagedScheduler):
+            if known.handoff is not None:
                 hashes = _Hashes(request, self._shape.hash_ratios[0])
                 try:
                     known.handoff.prove(self._paged.namespace, hashes, self._shape.groups[0].block_tokens)
@@ -442,7 +444,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     known = dataclasses.replace(known, handoff=None, refused=str(error))
             if known.refused:
                 log.warning("refused, and done without request=%s reason=%s", request.request_id, known.refused)
-                self._paged.counters["handoffs_refused"] += 1
+                self._paged.count("handoffs_refused")
             self._wishes[request.request_id] = known
         return known
 

@@ -12,7 +12,8 @@ from engines.scripted import eventually
 from kvcascade.config.errors import LayoutMismatch
 from kvcascade.connectors.base import MatchState, Report, Request, Step
 from kvcascade.connectors.layout import VLLM_ORDERS
-from kvcascade.connectors.paged_scheduler import Limits, PagedScheduler
+from kvcascade.connectors.paged_asking import Limits
+from kvcascade.connectors.paged_scheduler import PagedScheduler
 from kvcascade.connectors.paged_worker import PagedWorker
 from kvcascade.daemon.attachment import Load, MappedPool, Reservation, Session
 from kvcascade.tiers.block import KVGroup, block_hashes, head_range, none_hash, probe_hashes

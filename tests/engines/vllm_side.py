@@ -487,8 +487,7 @@ class Lab:
 
     def _push(self) -> None:
         """As the engine does: steps while the connector asks for them, if a test does not hold it up."""
-        asker = self._ours[0]._paged._asker
-        while not getattr(asker, "held", False) and self.scheduler.connector.has_pending_push_work():
+        while not getattr(self._pool("ask"), "held", False) and self.scheduler.connector.has_pending_push_work():
             if not self.step():
                 time.sleep(0.005)
 
@@ -544,14 +543,22 @@ class Lab:
             )
         return scheduler, worker
 
-    def hold(self, what: str) -> None:
-        """Have `ask`, `load` (the daemon's answers) or `copy` (the worker's threads) wait until `release`."""
+    def _threads(self, what: str) -> tuple[Any, str, int]:
+        """Who has the pool that does it, by which name, and its threads."""
         scheduler, worker = self._ours
-        side, name, threads = {
-            "ask": (scheduler._paged, "_asker", 1),
-            "load": (scheduler._paged, "_locator", 8),
+        return {
+            "ask": (scheduler._paged._asker, "_asking", 1),
+            "load": (scheduler._paged._loads, "_locator", 8),
             "copy": (worker._paged, "_copier", 2),
         }[what]
+
+    def _pool(self, what: str) -> Any:
+        side, name, _ = self._threads(what)
+        return getattr(side, name)
+
+    def hold(self, what: str) -> None:
+        """Have `ask`, `load` (the daemon's answers) or `copy` (the worker's threads) wait until `release`."""
+        side, name, threads = self._threads(what)
         pool = getattr(side, name)
         if not isinstance(pool, HeldPool):
             pool.submit(int).result(5)
@@ -560,10 +567,7 @@ class Lab:
         pool.hold()
 
     def release(self, what: str) -> None:
-        scheduler, worker = self._ours
-        side, name = {"ask": (scheduler._paged, "_asker"), "load": (scheduler._paged, "_locator"),
-                      "copy": (worker._paged, "_copier")}[what]  # fmt: skip
-        getattr(side, name).release()
+        self._pool(what).release()
 
     # ---- what a test asks
 
@@ -591,15 +595,13 @@ class Lab:
         return self.counted
 
     def close(self) -> None:
-        for what in ("ask", "load", "copy"):
-            scheduler, worker = self._ours
-            side, name = {"ask": (scheduler._paged, "_asker"), "load": (scheduler._paged, "_locator"),
-                          "copy": (worker._paged, "_copier")}[what]  # fmt: skip
-            pool = getattr(side, name)
-            if isinstance(pool, HeldPool):
-                pool.release()
+        held = [pool for what in ("ask", "load", "copy") if isinstance(pool := self._pool(what), HeldPool)]
+        for pool in held:
+            pool.release()
         self.worker.shutdown()
         self.scheduler.shutdown()
+        for pool in held:
+            pool.shutdown(wait=False)
 
 
 # ---- the real engine
