@@ -127,7 +127,8 @@ class Loads:
         """The request has ended. Whether a load in the background goes on, for whose end the engine waits."""
         loading = self._background.get(request_id)
         if loading is not None and not loading.planned:
-            # The next plan tells the workers that it has failed.
+            # The next plan tells the workers that it has failed; its blocks, not copied by anybody, are still good.
+            self._asker.abandon(loading)
             self._unplanned.remove(loading)
             self._cancelled.append(loading)
         return loading is not None
@@ -192,8 +193,8 @@ class Loads:
     def _doubt(self, loading: _Loading, failures: dict[int, list[int]]) -> None:
         """On the asking thread: what was copied and is not whole becomes a miss.
 
-        Not so blocks that did not come in time; it is for `Lookups.give_up` that the engine does not wait for them
-        again.
+        Blocks that did not come in time are not doubted by that; that the engine does not wait for them again is what
+        `Lookups.give_up` is for.
         """
         for group, indices in failures.items():
             place = loading.place(group)

@@ -316,6 +316,36 @@ def test_a_save_that_finds_the_buffer_full_is_left_out(start_node, daemon, monke
     eventually(lambda: dram_blocks(daemon) == 2)
 
 
+class CountingSession(Session):
+    """Counts the loads that were answered."""
+
+    loads = 0
+
+    def load(self, *arguments: Any, **options: Any) -> Load:
+        found = super().load(*arguments, **options)
+        type(self).loads += 1
+        return found
+
+
+def test_a_request_that_ends_before_its_load_is_planned_costs_no_blocks(start_node, daemon):
+    first = start_node([GROUP])
+    first.fill(0, whole(GROUP, "bfloat16"))
+    first.store("a", TOKENS, (FROM,))
+    eventually(lambda: dram_blocks(daemon) == COUNT)
+    second = start_node([GROUP], session=CountingSession)
+    request = second.request("b", TOKENS)
+    second.scheduler.arrived(request)
+    match = second.scheduler.match(request, 0)
+    answered = CountingSession.loads
+    second.scheduler.allocated(request, (TO,), match.tokens, background=match.background)
+    eventually(lambda: CountingSession.loads > answered)
+    assert not second.scheduler.finished("b", (TO,), 0)
+    report = second.step({}, {})
+    assert report.received == report.failed_requests == {"b"}
+    again, _ = second.load("c", TOKENS, (TO,))
+    assert again == match.tokens > 0
+
+
 class LingeringSession(Session):
     """A rank's copies take a while longer, once their bytes have moved."""
 
