@@ -233,13 +233,13 @@ async def test_what_waits_behind_a_read_that_hangs_is_given_up_and_the_shutdown_
     assert await tier.close()
 
 
-def on_disk(directory: Path, beside: Path) -> set[bytes]:
+async def on_disk(directory: Path, beside: Path) -> set[bytes]:
     """The blocks that the directory's records name at this moment, as a daemon that started now would find them."""
     shutil.rmtree(beside, ignore_errors=True)
     shutil.copytree(directory, beside)
     tier = DiskTier(beside, 64 * MIB)
     found = set(whereabouts(tier.open()))
-    tier.abandon()
+    assert await tier.close()
     return found
 
 
@@ -267,7 +267,7 @@ async def test_records_come_in_the_order_of_the_writes_whichever_payload_is_ther
         await tier.watch()
         assert all(str(reason).startswith("sick: no answer") for (reason,) in await asyncio.gather(*tails))
     await asyncio.sleep(0.05)
-    assert on_disk(tiers.directory, tmp_path / "copy") == {key("before")}
+    assert await on_disk(tiers.directory, tmp_path / "copy") == {key("before")}
     faults.clear()
     assert await head == [None]
     outcomes = await asyncio.gather(*tails, return_exceptions=True)
@@ -275,7 +275,7 @@ async def test_records_come_in_the_order_of_the_writes_whichever_payload_is_ther
         assert outcomes == [[None], [None]]
     if end != "is given up":
         assert outcomes[1] == [None]
-        assert {key("head"), key("its tail")} <= on_disk(tiers.directory, tmp_path / "copy")
+        assert {key("head"), key("its tail")} <= await on_disk(tiers.directory, tmp_path / "copy")
     tier.free(slots)
 
 
@@ -290,7 +290,7 @@ async def test_where_a_payload_cannot_be_written_those_below_it_are_not_recorded
     jobs = [write_job(slot, n, 64 * KIB, parent=parents[n]) for n, slot in enumerate(slots)]
     faults.add("write", "slab-*", "EIO", at=slot_size(64 * KIB))
     assert await tier.write(jobs) == [None, "EIO", *["its parent was not written"] * 2, None]
-    assert on_disk(tiers.directory, tmp_path / "copy") == {key(0), key(4)}
+    assert await on_disk(tiers.directory, tmp_path / "copy") == {key(0), key(4)}
     assert tier.failures == {"EIO": 1, "its parent was not written": 2}
     tier.free(slots)
     faults.clear()
