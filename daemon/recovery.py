@@ -10,10 +10,10 @@ import numpy as np
 
 from kvcascade.config.errors import CascadeError, Refused
 from kvcascade.tiers.block import CRYPTOGRAPHIC
-from kvcascade.tiers.disk import Recovery
 from kvcascade.tiers.drives import Drives
 from kvcascade.tiers.namespace import Namespace
 from kvcascade.tiers.pool import SlotState
+from kvcascade.tiers.recovery import Recovery
 
 from .index import NO_ROW, NO_SLOT, U32, Index, RowState
 from .plans import Recovered, Space, Warm

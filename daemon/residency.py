@@ -27,12 +27,13 @@ import numpy.typing as npt
 from kvcascade.config.errors import CascadeError, ProtocolError
 from kvcascade.config.settings import Settings
 from kvcascade.tiers.block import CRYPTOGRAPHIC, HASH_BYTES
-from kvcascade.tiers.disk import slot_size
 from kvcascade.tiers.dram import DramTier
-from kvcascade.tiers.drives import NOWHERE, Drives
+from kvcascade.tiers.drives import Drives
+from kvcascade.tiers.extents import NOWHERE
 from kvcascade.tiers.hbm import HbmTier
 from kvcascade.tiers.namespace import Namespace
 from kvcascade.tiers.pool import PAGE_SHIFT
+from kvcascade.tiers.slabfile import slot_size
 
 from .index import NO_ROW, NO_SLOT, U8, U32, U64, Index, Mask, RowState, pack_keys
 from .plans import Demotion, Move, Promotion, Slots, Space

@@ -25,7 +25,7 @@ from kvcascade.config import VERSION
 from kvcascade.config.errors import CascadeError, ConfigError, Refused
 from kvcascade.config.settings import Settings, bytes_of, format_bytes
 from kvcascade.tiers.block import CRYPTOGRAPHIC, default_seed, hash_self_test, none_hash
-from kvcascade.tiers.disk import DiskTier, Recovery
+from kvcascade.tiers.disk import DiskTier
 from kvcascade.tiers.dram import DramTier
 from kvcascade.tiers.drives import OPEN_SECONDS, Drives
 from kvcascade.tiers.folder import Folder
@@ -33,6 +33,7 @@ from kvcascade.tiers.hbm import HbmTier
 from kvcascade.tiers.ledger import Ledger
 from kvcascade.tiers.memory import available_memory, require_memory
 from kvcascade.tiers.namespace import Namespace
+from kvcascade.tiers.recovery import Recovery
 from kvcascade.tiers.slots import PooledMemory, Progress
 
 from . import protocol

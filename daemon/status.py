@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcascade.config import VERSION
 from kvcascade.config.settings import format_bytes
-from kvcascade.tiers.disk import slot_size
+from kvcascade.tiers.slabfile import slot_size
 from kvcascade.tiers.slots import PooledMemory
 
 from .protocol import Tier

@@ -17,8 +17,8 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from kvcascade.config.errors import CascadeError
-from kvcascade.tiers.disk import HASH_BYTES, BlockMeta, ReadJob, WriteJob, disproves
 from kvcascade.tiers.memory import copy_all
+from kvcascade.tiers.slabfile import HASH_BYTES, BlockMeta, ReadJob, WriteJob, disproves
 from kvcascade.tiers.workers import outlast
 
 from .index import NO_ROW, NO_SLOT, U32, Mask

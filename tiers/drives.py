@@ -21,14 +21,15 @@ import numpy.typing as npt
 from kvcascade.config.errors import CascadeError, ConfigError, TierUnavailable
 
 from .directory import make_directory
-from .disk import EXTENT_BITS, EXTENTS, DiskTier, ReadJob, Recovery, WriteJob, slot_size
+from .disk import DiskTier
+from .extents import NOWHERE, Extents
+from .recovery import Recovery
+from .slabfile import ReadJob, WriteJob
 from .workers import Workers, outlast
 
 U32 = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
 
-NOWHERE: Final = 0xFFFFFFFF  # no slot has this number
-_IN_EXTENT: Final = np.uint32((1 << EXTENT_BITS) - 1)
 # A million records take a second.
 OPEN_SECONDS: Final = 120.0
 _RETRY_FIRST: Final = 1.0
@@ -66,11 +67,7 @@ class Drives:
         self._late: dict[int, Future[Recovery]] = {}  # opens that `open` did not wait for
         self._namespaces: dict[bytes, bytes] = {}
         self._closed = False
-        # Extents, the upper half of a slot's number, are dealt to drives as these deal them to their files.
-        self._extents: list[U32] = [np.empty(0, dtype=np.uint32) for _ in drives]
-        self._drive_of = np.zeros(EXTENTS, dtype=np.uint32)
-        self._extent_in_drive = np.zeros(EXTENTS, dtype=np.uint32)
-        self._dealt = 0
+        self._extents = Extents()
 
     def __len__(self) -> int:
         return len(self._drives)
@@ -108,7 +105,8 @@ class Drives:
             for number, _ in recoveries:
                 self._drives[number].abandon()
             raise errors[0]
-        return self._merge(recoveries, time.monotonic() - began)
+        numbered = [replace(one, slot=self._extents.encode(number, one.slot)) for number, one in recoveries]
+        return Recovery.joined(numbered, time.monotonic() - began)
 
     def _refuse_twins(self) -> None:
         seen: dict[tuple[int, int], DiskTier] = {}
@@ -127,63 +125,11 @@ class Drives:
         self._retry_at[number] = self._clock() + self._pause[number]
         _log.error("drive left out directory=%s reason=%s", self._drives[number].directory, error)
 
-    def _merge(self, recoveries: list[tuple[int, Recovery]], seconds: float) -> Recovery:
-        namespaces: dict[bytes, bytes] = {}
-        for _, one in recoveries:
-            namespaces |= dict(one.namespaces)
-        place = {fingerprint: index for index, fingerprint in enumerate(namespaces)}
-        dropped: Counter[str] = Counter()
-        ns, slots = [], []
-        for number, one in recoveries:
-            dropped.update(one.dropped)
-            names = np.array([place[fingerprint] for fingerprint, _ in one.namespaces] or [0], dtype=np.uint32)
-            ns.append(names[one.ns])
-            slots.append(self._encode(number, one.slot))
-        parts = [one for _, one in recoveries]
-
-        def joined(name: str) -> Any:
-            return np.concatenate([getattr(one, name) for one in parts])
-
-        return Recovery(
-            namespaces=list(namespaces.items()),
-            ns=np.concatenate(ns),
-            hashes=joined("hashes"),
-            parents=joined("parents"),
-            has_parent=joined("has_parent"),
-            group=joined("group"),
-            slot=np.concatenate(slots),
-            length=joined("length"),
-            stamp=joined("stamp"),
-            dropped=dict(dropped),
-            seconds=seconds,
-        )
-
     # -- slots
-
-    def _encode(self, number: int, slots: U32) -> U32:
-        if not len(slots):
-            return np.empty(0, dtype=np.uint32)
-        extents = self._extents[number]
-        missing = (int(slots.max()) >> EXTENT_BITS) + 1 - len(extents)
-        if missing > 0:
-            fresh = np.arange(self._dealt, self._dealt + missing, dtype=np.uint32)
-            assert self._dealt + missing <= EXTENTS, "out of slot numbers: over 4 * 10^9 slots"
-            self._drive_of[fresh] = number
-            self._extent_in_drive[fresh] = np.arange(len(extents), len(extents) + missing, dtype=np.uint32)
-            self._dealt += missing
-            self._extents[number] = extents = np.concatenate([extents, fresh])
-        bits = np.uint32(EXTENT_BITS)
-        result: U32 = (extents[slots >> bits] << bits) | (slots & _IN_EXTENT)
-        return result
 
     def _split(self, slots: Iterable[int] | U32) -> list[tuple[int, npt.NDArray[np.intp], U32]]:
         """By drive: its number, positions in `slots`, and the drive's own numbers for them."""
-        numbers = np.asarray(slots, dtype=np.uint32)
-        extents = numbers >> np.uint32(EXTENT_BITS)
-        if len(extents) and int(extents.max()) >= self._dealt:
-            raise ValueError("slot not of this tier")
-        local: U32 = (self._extent_in_drive[extents] << np.uint32(EXTENT_BITS)) | (numbers & _IN_EXTENT)
-        owners = self._drive_of[extents]
+        owners, local = self._extents.decode(np.asarray(slots, dtype=np.uint32))
         parts = []
         for number in np.unique(owners).tolist():
             at = np.flatnonzero(owners == number)
@@ -196,8 +142,7 @@ class Drives:
 
     def drives_of(self, slots: U32) -> U32:
         """The number of each slot's drive."""
-        owners: U32 = self._drive_of[slots >> np.uint32(EXTENT_BITS)]
-        return owners
+        return self._extents.owners(slots)
 
     def sizes_of(self, slots: U32) -> npt.NDArray[np.uint64]:
         """Bytes of each slot, its header page included."""
@@ -262,7 +207,7 @@ class Drives:
             if left <= 0:
                 break
             got = drive.allocate(length, left)
-            parts.append(self._encode(number, got))
+            parts.append(self._extents.encode(number, got))
             left -= len(got)
         return np.concatenate(parts)
 
@@ -270,8 +215,7 @@ class Drives:
         candidates = self._writable()
         if len(candidates) < 2:
             return candidates
-        wanted = int(self._drive_of[near >> EXTENT_BITS]) if near != NOWHERE else -1
-
+        wanted = int(self.drives_of(np.array([near], dtype=np.uint32))[0]) if near != NOWHERE else -1
         least = min(drive.pending for _, drive in candidates)
 
         def rank(candidate: tuple[int, DiskTier]) -> tuple[bool, bool, bool, int, float]:
@@ -408,7 +352,7 @@ class Drives:
             drive.register_namespace(fingerprint, descriptor)
         del self._out[number]
         _log.warning("drive joined directory=%s blocks=%d", drive.directory, len(recovery))
-        return replace(recovery, slot=self._encode(number, recovery.slot))
+        return replace(recovery, slot=self._extents.encode(number, recovery.slot))
 
     # -- telling
 
@@ -505,6 +449,3 @@ def _all_at_once(calls: Sequence[Callable[[], Recovery]]) -> list[Future[Recover
     for thread in threads:
         thread.start()
     return futures
-
-
-__all__ = ["NOWHERE", "Drives", "slot_size"]

@@ -9,7 +9,7 @@ import shutil
 
 from kvcascade.daemon.residency import DEMOTION_BATCH_BYTES
 from kvcascade.daemon.transfer import CLEANERS, READ_BATCH_BYTES
-from kvcascade.tiers.disk import BlockMeta, ReadJob, WriteJob
+from kvcascade.tiers.slabfile import BlockMeta, ReadJob, WriteJob
 
 from .harness import Bench, Row, check
 from .raw_disk import NAMESPACE, AgainstRaw, TierRun

@@ -16,9 +16,10 @@ import numpy as np
 
 from kvcascade.daemon.residency import DEMOTION_BATCH_BLOCKS
 from kvcascade.daemon.transfer import CLEANERS
-from kvcascade.tiers.disk import BlockMeta, DiskTier, ReadJob, WriteJob, slot_size
+from kvcascade.tiers.disk import DiskTier
 from kvcascade.tiers.folder import Folder
 from kvcascade.tiers.journal import RECORD, Journal, namespace_tag
+from kvcascade.tiers.slabfile import BlockMeta, ReadJob, WriteJob, slot_size
 
 from .harness import Bench, Row, below, check
 from .raw_disk import NAMESPACE, TIER_THREADS, AgainstRaw, TierRun

@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcascade.tiers.disk import DiskTier, slot_size
+from kvcascade.tiers.disk import DiskTier
+from kvcascade.tiers.slabfile import slot_size
 
 from .harness import GB, Bench, Row, at_least, check, median_ratio
 

@@ -24,8 +24,8 @@ from kvcascade.daemon.lease import Fence, Writer
 from kvcascade.daemon.plans import Demotion, Move, Promotion, Slots
 from kvcascade.daemon.protocol import POOL_DRAM, BlockState, Tier
 from kvcascade.daemon.recovery import adopt
-from kvcascade.tiers.disk import disproves
 from kvcascade.tiers.pool import SlotState
+from kvcascade.tiers.slabfile import disproves
 
 PLAIN = namespace("plain", layers=32)  # 128 KiB a block
 LARGE = namespace("large", layers=110, kv_heads=2)  # 220 KiB

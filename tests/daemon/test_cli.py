@@ -27,8 +27,9 @@ from kvcascade.config import VERSION
 from kvcascade.config.errors import CascadeError, TierUnavailable
 from kvcascade.daemon import cli, protocol, report
 from kvcascade.tiers.block import BlockHasher, KVGroup, none_hash
-from kvcascade.tiers.disk import BlockMeta, DiskTier, WriteJob
+from kvcascade.tiers.disk import DiskTier
 from kvcascade.tiers.namespace import Namespace
+from kvcascade.tiers.slabfile import BlockMeta, WriteJob
 
 COMMAND = Path(sys.executable).with_name("kvcascade")
 SEED = "0"

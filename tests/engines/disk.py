@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvcascade.tiers.disk import BlockMeta, DiskTier, ReadJob, Recovery, WriteJob
+from kvcascade.tiers.disk import DiskTier
+from kvcascade.tiers.recovery import Recovery
+from kvcascade.tiers.slabfile import BlockMeta, ReadJob, WriteJob
 
 U8 = npt.NDArray[np.uint8]
 NS = hashlib.sha256(b"a namespace").digest()

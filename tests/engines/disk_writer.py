@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 from engines.faults import Faults
 
-from kvcascade.tiers.disk import BlockMeta, DiskTier, WriteJob
+from kvcascade.tiers.disk import DiskTier
+from kvcascade.tiers.slabfile import BlockMeta, WriteJob
 
 NS = hashlib.sha256(b"a namespace").digest()
 LENGTHS = [4096, 60_000, 300_000]

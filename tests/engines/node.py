@@ -24,11 +24,12 @@ from kvcascade.daemon.plans import Demotion, Move, Promotion, Slots, Space
 from kvcascade.daemon.protocol import POOL_DRAM, BlockState, Tier
 from kvcascade.daemon.residency import Residency
 from kvcascade.tiers.block import KVGroup, head_range
-from kvcascade.tiers.disk import BlockMeta, DiskTier, ReadJob, WriteJob, disproves
+from kvcascade.tiers.disk import DiskTier
 from kvcascade.tiers.dram import DramTier
 from kvcascade.tiers.drives import Drives
 from kvcascade.tiers.hbm import HbmTier
 from kvcascade.tiers.namespace import Namespace
+from kvcascade.tiers.slabfile import BlockMeta, ReadJob, WriteJob, disproves
 
 Path_ = tuple[int, ...]
 U8 = npt.NDArray[np.uint8]

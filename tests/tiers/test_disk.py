@@ -29,17 +29,11 @@ from engines.disk import (
 )
 
 from kvcascade.config.errors import ConfigError
-from kvcascade.tiers.disk import (
-    BlockMeta,
-    DiskTier,
-    ReadJob,
-    WriteJob,
-    check_directory,
-    disproves,
-    slot_size,
-)
+from kvcascade.tiers.directory import check_directory
+from kvcascade.tiers.disk import DiskTier
 from kvcascade.tiers.folder import Folder
 from kvcascade.tiers.journal import RECORD, RECORD_BYTES, Journal
+from kvcascade.tiers.slabfile import BlockMeta, ReadJob, WriteJob, disproves, slot_size
 
 # -- the natural way
 

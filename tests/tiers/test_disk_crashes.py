@@ -17,7 +17,10 @@ from engines.disk import MIB, NS, Tiers, aligned, fetch, key, store, whereabouts
 from engines.faults import PowerCut
 
 from kvcascade.config.errors import TierUnavailable
-from kvcascade.tiers.disk import DiskTier, ReadJob, Recovery, check_directory, slot_size
+from kvcascade.tiers.directory import check_directory
+from kvcascade.tiers.disk import DiskTier
+from kvcascade.tiers.recovery import Recovery
+from kvcascade.tiers.slabfile import ReadJob, slot_size
 
 TORN = {"torn journal tail", "torn snapshot tail"}
 

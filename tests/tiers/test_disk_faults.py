@@ -12,7 +12,9 @@ from engines.disk import KIB, MIB, NS, Tiers, fetch, key, read_job, store, where
 from engines.faults import Faults
 
 from kvcascade.config.errors import ConfigError, TierUnavailable
-from kvcascade.tiers.disk import DiskTier, check_directory, disproves, slot_size
+from kvcascade.tiers.directory import check_directory
+from kvcascade.tiers.disk import DiskTier
+from kvcascade.tiers.slabfile import disproves, slot_size
 
 
 @pytest.fixture

@@ -12,8 +12,10 @@ from engines.disk import KIB, MIB, NS, FakeClock, fetch, key, open_descriptors, 
 from engines.faults import Faults
 
 from kvcascade.config.errors import ConfigError, TierUnavailable
-from kvcascade.tiers.disk import DiskTier, Recovery, slot_size
+from kvcascade.tiers.disk import DiskTier
 from kvcascade.tiers.drives import Drives
+from kvcascade.tiers.recovery import Recovery
+from kvcascade.tiers.slabfile import slot_size
 
 LENGTH = 64 * KIB
 
