@@ -1,6 +1,7 @@
 """Several drives are one tier: chains lie together, batches spread, and what ails one drive stays with it."""
 
 import asyncio
+import errno
 import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from engines.faults import Faults
 from kvcascade.config.errors import ConfigError, TierUnavailable
 from kvcascade.tiers.disk import DiskTier
 from kvcascade.tiers.drives import Drives
+from kvcascade.tiers.folder import Folder
 from kvcascade.tiers.recovery import Recovery
 from kvcascade.tiers.slabfile import slot_size
 
@@ -225,6 +227,19 @@ async def test_a_drive_that_cannot_be_opened_is_tried_again_and_joins_with_what_
     placed = {drive_of(drives, (await put(drives, [f"after {batch} {i}" for i in range(4)]))[0]) for batch in range(3)}
     assert 1 in placed
     assert len(await array.open()) == 11 + 12
+
+
+async def test_status_tells_of_a_drive_whose_directory_cannot_be_reached_at_the_start(tmp_path: Path) -> None:
+    def unreachable(directory: Path) -> Folder:
+        raise OSError(errno.EIO, f"Input/output error: {directory}")
+
+    drives = Drives([DiskTier(tmp_path / "well", MIB), DiskTier(tmp_path / "sick", MIB, folder=unreachable)])
+    assert len(await asyncio.to_thread(drives.open)) == 0
+    well, sick = drives.status()["drives"]
+    assert (well["state"], sick["state"], sick["journal"]["bytes"]) == ("ok", "sick", 0)
+    assert "Input/output error" in sick["reason"]
+    assert drives.check() == []
+    assert await drives.close()
 
 
 async def test_a_drive_that_hangs_at_the_start_is_left_out(array: Array) -> None:
