@@ -24,10 +24,11 @@ from kvcascade.daemon.attachment import Load, Reservation, Session
 from kvcascade.daemon.protocol import BlockState
 from kvcascade.tiers.namespace import Namespace
 
-from .base import Aside, FailedLoad, Prefill, Report, StepPlan, Transfer, TransferBook, WorkerConnector
+from .base import Aside, FailedLoad, Prefill, Report, StepPlan, Transfer, WorkerConnector
 from .layout import Gatherer, describe_paged
 from .paged_asking import Limits
 from .pools import PoolViews
+from .transfer_book import TransferBook
 
 log = logging.getLogger(__name__)
 

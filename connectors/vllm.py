@@ -56,8 +56,6 @@ from .base import (
     Prefill,
     Report,
     Request,
-    SafeScheduler,
-    SafeWorker,
     Step,
     StepPlan,
     Transfer,
@@ -68,6 +66,7 @@ from .handoff import REFUSED, Wishes
 from .paged_asking import Limits
 from .paged_scheduler import PagedScheduler
 from .paged_worker import PagedWorker
+from .safe import SafeScheduler, SafeWorker
 from .vllm_model import PRODUCER, Offered, namespace_of, own_probe, refuse_unsupported, shape_of
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,5 @@
-"""The connector API: arithmetic, the report-once book, guards, and a whole connector written from its docstrings."""
+"""The connector API: arithmetic, guards, and a whole connector written from its docstrings."""
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import sha256
@@ -20,14 +19,10 @@ from kvcascade.connectors.base import (
     MatchState,
     Report,
     Request,
-    SafeScheduler,
-    SafeWorker,
     SchedulerConnector,
     Step,
     StepPlan,
-    Ticket,
     Transfer,
-    TransferBook,
     WorkerConnector,
     common_hit,
     final_tokens,
@@ -36,6 +31,8 @@ from kvcascade.connectors.base import (
     storable_blocks,
 )
 from kvcascade.connectors.layout import Gatherer, PoolSlots, describe_paged
+from kvcascade.connectors.safe import SafeScheduler, SafeWorker
+from kvcascade.connectors.transfer_book import Ticket, TransferBook
 from kvcascade.tiers.block import BlockHash, KVGroup, block_hashes, committers, head_range
 
 TOKENS = 4
@@ -43,7 +40,6 @@ GROUP = KVGroup(block_tokens=TOKENS, layers=2, kv_heads=2, head_dim=8, kind="att
 BLOCK_BYTES = GROUP.block_bytes(2)
 PAGES = 1  # a slot's pages
 NO_LEASE = 0
-SOON = 10.0  # seconds that nothing here takes unless it hangs
 
 
 # ---- arithmetic
@@ -108,187 +104,6 @@ def test_only_full_blocks_of_final_tokens_are_stored_once() -> None:
     assert list(storable_blocks(16, 3, 4)) == [3]
     assert list(storable_blocks(16, 4, 4)) == []
     assert list(storable_blocks(8, 4, 4)) == []
-
-
-# ---- the book
-
-EVENTS = ["load", "save", "end", "end badly", "keep", "drop", "preempt", "take"]
-
-
-def transfer(request_id: str, *blocks: int, background: bool = True) -> Transfer:
-    zeros = (0,) * len(blocks)
-    return Transfer(request_id, 0, NO_LEASE, zeros, blocks, zeros, zeros, zeros, background)
-
-
-def test_a_load_is_reported_once_when_its_last_copy_ends() -> None:
-    book = TransferBook()
-    first, second = (book.begin(transfer("a", n), load=True) for n in (1, 2))
-    assert book.take() == Report()
-    assert book.end(first)
-    assert book.take() == Report()
-    assert book.end(second)
-    assert book.take() == Report(received=frozenset({"a"}))
-    assert book.take() == Report()
-
-
-def test_failed_blocks_come_no_later_than_the_request() -> None:
-    # Fault A10: what was not filled is named.
-    book = TransferBook()
-    first, second = (book.begin(transfer("a", n, n + 1), load=True) for n in (1, 5))
-    book.end(first, failed_blocks=[2])
-    early = book.take()
-    assert early.failed_blocks == {2} and not early.received
-    book.end(second, failed_blocks=[5, 6])
-    last = book.take()
-    assert last.failed_blocks == {5, 6}
-    assert last.failed_requests == last.received == {"a"}
-    assert book.take() == Report()
-
-
-def test_a_load_within_the_step_tells_of_failures_alone() -> None:
-    book = TransferBook()
-    good = book.begin(transfer("a", 1, background=False), load=True)
-    bad = book.begin(transfer("b", 2, background=False), load=True)
-    book.end(good)
-    book.end(bad, failed_blocks=[2])
-    assert book.take() == Report(failed=(FailedLoad("b", 0, (2,), background=False),))
-
-
-def test_a_promised_load_that_never_began_is_a_failed_one() -> None:
-    book = TransferBook()
-    book.fail(FailedLoad("a", 0, (3, 4), background=True))
-    report = book.take()
-    assert report.failed_blocks == {3, 4} and report.received == {"a"}
-    assert book.take() == Report()
-
-
-def test_a_save_is_reported_only_to_an_engine_that_waits_for_it() -> None:
-    book = TransferBook()
-    book.end(book.begin(transfer("a", 1), load=False))
-    assert book.take() == Report()
-    running = book.begin(transfer("a", 2), load=False)
-    book.keep("a")
-    assert book.take() == Report()
-    book.end(running)
-    assert book.take() == Report(sent=frozenset({"a"}))
-    assert book.take() == Report()
-    book.keep("b")  # whose saves have all ended before
-    assert book.take() == Report(sent=frozenset({"b"}))
-
-
-def test_nothing_is_reported_of_a_dropped_request_not_even_when_its_name_comes_again() -> None:
-    # Fault E1.
-    book = TransferBook()
-    old = book.begin(transfer("a", 1), load=True)
-    done = book.begin(transfer("b", 2), load=True)
-    book.end(done, failed_blocks=[2])
-    for request_id in ("a", "b", "never seen"):
-        book.drop(request_id)
-    assert book.take() == Report()
-    assert book.busy("a") and not book.busy("b")
-    new = book.begin(transfer("a", 7), load=True)
-    assert not book.end(old, failed_blocks=[1])
-    assert book.take() == Report()
-    assert book.end(new)
-    assert book.take() == Report(received=frozenset({"a"}))
-
-
-def test_a_preempted_requests_copies_end_before_its_blocks_are_reused() -> None:
-    book = TransferBook()
-    ended = book.begin(transfer("a", 1), load=False)
-    started = threading.Event()
-    results = []
-
-    def copy() -> None:
-        started.set()
-        results.append(book.end(ended))
-
-    thread = threading.Thread(target=copy)
-    thread.start()
-    assert started.wait(SOON)
-    assert book.preempt({"a"}, timeout=SOON) == frozenset()
-    thread.join(SOON)
-    assert results == [True]  # read in time, so it may be committed
-
-
-def test_a_copy_that_outlasts_a_preemption_is_given_up() -> None:
-    book = TransferBook()
-    stuck = book.begin(transfer("a", 1), load=False)
-    other = book.begin(transfer("b", 2), load=False)
-    assert book.preempt({"a"}, timeout=0) == {"a"}
-    assert not book.wait_ended({"a"}, timeout=0)
-    book.keep("a")
-    assert book.take() == Report()  # it still reads the blocks
-    assert not book.end(stuck)
-    assert book.wait_ended({"a"}, timeout=0)
-    assert book.take() == Report(sent=frozenset({"a"}))
-    assert book.end(other)
-
-
-def test_after_close_nothing_counts() -> None:
-    book = TransferBook()
-    running = book.begin(transfer("a", 1), load=False)
-    assert not book.close(timeout=0)
-    late = book.begin(transfer("b", 1), load=True)
-    assert late.given_up
-    assert not book.end(late, failed_blocks=[1])
-    assert not book.end(running)
-    assert book.close(timeout=0)
-    assert book.take() == Report()
-
-
-def test_ending_a_copy_twice_is_a_bug() -> None:
-    book = TransferBook()
-    ticket = book.begin(transfer("a", 1), load=True)
-    book.end(ticket)
-    with pytest.raises(ValueError, match="request 'a' had ended before"):
-        book.end(ticket)
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(EVENTS), st.integers(0, 2)),
-        max_size=60,
-    )
-)
-def test_whatever_happens_each_result_is_told_once_and_only_while_awaited(events: list[tuple[str, int]]) -> None:
-    # Faults E1 and M1: aborts, preemptions and reused names at every point.
-    book = TransferBook()
-    running: list[Ticket] = []
-    awaited: Counter[tuple[str, str]] = Counter()
-
-    def take() -> None:
-        report = book.take()
-        for kind, told in (("sent", report.sent), ("received", report.received)):
-            for request_id in told:
-                assert awaited[kind, request_id] == 1, (kind, request_id)
-                awaited[kind, request_id] = 0
-
-    for event, number in events:
-        request_id = f"request {number}"
-        if event in ("load", "save"):
-            running.append(book.begin(transfer(request_id, number), load=event == "load"))
-            if event == "load":
-                awaited["received", request_id] = 1
-        elif event in ("end", "end badly") and running:
-            ticket = running.pop(number % len(running))
-            book.end(ticket, failed_blocks=ticket.transfer.blocks if event == "end badly" else ())
-        elif event == "keep":
-            book.keep(request_id)
-            awaited["sent", request_id] = 1
-        elif event == "drop":
-            book.drop(request_id)
-            awaited["sent", request_id] = awaited["received", request_id] = 0
-        elif event == "preempt":
-            book.preempt([request_id], timeout=0)
-            awaited["sent", request_id] = awaited["received", request_id] = 0
-        else:
-            take()
-    for ticket in running:
-        book.end(ticket)
-    take()
-    assert not +awaited
-    assert book.close(timeout=0)
 
 
 # ---- a connector for another engine, from the docstrings alone
@@ -718,7 +533,10 @@ def test_a_broken_worker_reports_loads_within_the_step_and_forgets_what_was_drop
     shelf = Shelf(4)
     safe = SafeWorker(FailingWorker(shelf, "wait_load"))
     safe.wait_load()
-    within, behind, gone = transfer("a", 1, background=False), transfer("b", 2), transfer("c", 3)
+    within, behind, gone = (
+        Transfer(name, 0, NO_LEASE, (0,), (block,), (0,), (0,), (0,), background)
+        for name, block, background in (("a", 1, False), ("b", 2, True), ("c", 3, True))
+    )
     safe.start_load(StepPlan(loads=(within, behind, gone), failed=(FailedLoad("d", 0, (4,), background=True),)))
     safe.start_load(StepPlan(dropped=frozenset({"c"}), kept=frozenset({"e"})))
     report = safe.finished()
