@@ -28,6 +28,7 @@ class Lab:
 
     def __init__(self, process: Vllm, model: Path, daemon: Any, **options: Any) -> None:
         self._process = process
+        self._window = int(options.get("window", 0))
         process.call("close")
         process.call("lab", str(model), str(daemon.socket), **options)
 
@@ -43,7 +44,7 @@ class Lab:
         self.add(name, tokens, count, parameters=parameters)
         self.run(name, steps=4000)
         report = self.report(name)
-        assert report["tokens"] == expected(tokens, count), name
+        assert report["tokens"] == expected(tokens, count, self._window), name
         return int(self.get("computed")) - before, report["parameters"]
 
     def prefill(self, name: str, tokens: list[int]) -> dict[str, Any]:
@@ -258,3 +259,92 @@ def test_the_daemon_learns_how_fast_prompts_are_computed(start_prefill, start_no
     (one,) = eventually(told)
     assert one["engine"].startswith("vllm")
     assert all(0 < speed < 1e7 for speed in one["tokens_s"].values())
+
+
+# ---- several KV groups
+
+WINDOW = 40
+
+
+def test_a_model_with_a_sliding_window_is_handed_off_in_both_groups(start_prefill, start_decode, start_node):
+    # Fault J3: both groups' blocks, and of the one with the window no more than the window.
+    a, b = start_node("a"), start_node("b")
+    first, second = start_prefill(a, window=WINDOW), start_decode(b, window=WINDOW)
+    given = first.prefill("one", prompt(1, 200))
+    assert second.serve("one", prompt(1, 200), 20, parameters=given) == (200 - 192 + 19, None)
+    assert second.counters()["loaded_blocks"] == 12 + 3
+    # A second turn: the prefill engine, started anew, loads what it stored, and of the window's group the window alone;
+    # the decode engine has the head in its own cache, where what is older than the window is gone too.
+    longer = prompt(1, 200) + expected(prompt(1, 200), 20, WINDOW) + prompt(2, 60)
+    first = start_prefill(a, window=WINDOW)
+    computed, again = first.serve("two", longer, 1, ASKED)
+    assert computed == 280 - 192
+    assert first.counters()["loaded_blocks"] == 12 + 3
+    assert second.serve("two", longer, parameters=again)[0] == 280 - 272 + 3
+    counted = second.counters()
+    assert counted["handoffs_taken"] == 2
+    assert "handoffs_missed" not in counted
+    assert (first.idle(), second.idle()) == (0, 0)
+    assert first.get("faults") == second.get("faults") == []
+    for node in (a, b):
+        eventually(lambda node=node: handed(node) == 0 and node.status()["leases"]["pins"] == 0)
+
+
+def test_a_hand_off_whose_window_is_still_being_stored_is_waited_for(start_prefill, start_decode, start_node):
+    # By the time that there are slots, the engine has given the window's old blocks to others.
+    a, b = start_node("a"), start_node("b")
+    first, second = start_prefill(a, window=WINDOW, blocks=40), start_decode(b, window=WINDOW)
+    first.serve("attached", prompt(8, 20))
+    first.hold("ask")
+    first.add("one", prompt(1, 200), 1, parameters=ASKED | {"kvcascade": "write"})
+    for _ in range(8):
+        first.step()
+    first.serve("other", prompt(3, 200), 1, {"kvcascade": "off"})
+    given = first.report("one")["parameters"]
+    second.add("one", prompt(1, 200), 4, parameters=given)
+    for _ in range(20):
+        second.step()
+    first.release("ask")
+    assert first.idle() == 0
+    second.run("one", steps=4000)
+    assert second.report("one")["tokens"] == expected(prompt(1, 200), 4, WINDOW)
+    assert second.get("computed") == 200 - 192 + 3
+    assert second.counters()["loaded_blocks"] == 12 + 3
+    assert first.get("faults") == second.get("faults") == []
+
+
+def test_a_window_whose_old_blocks_the_source_never_had_is_computed(start_prefill, start_decode, start_node):
+    # The prefill engine has the head in its own cache, its daemon has forgotten it: of the window's group nobody has
+    # the blocks before the window any more.
+    a, b = start_node("a", disk=""), start_node("b")
+    first, second = start_prefill(a, window=WINDOW), start_decode(b, window=WINDOW)
+    first.serve("head", prompt(1, 200), parameters={"kvcascade": "off"})
+    longer = prompt(1, 200) + prompt(2, 100)
+    computed, given = first.serve("one", longer, 1, ASKED)
+    assert computed == 300 - 192
+    assert second.serve("one", longer, parameters=given) == (303, None)
+    assert second.counters()["handoffs_missed"] == 1
+    assert (first.idle(), second.idle()) == (0, 0)
+    assert first.get("faults") == second.get("faults") == []
+    for node in (a, b):
+        eventually(lambda node=node: node.status()["leases"]["pins"] == 0)
+
+
+def test_with_several_groups_a_source_that_dies_costs_the_prefill_and_no_more(start_prefill, start_decode, start_node):
+    # Fault E1: of another node.
+    a, b = start_node("a"), start_node("b", peers_deadline="2s", cluster_deadline="2s")
+    first, second = start_prefill(a, extra={"stage": True}, window=WINDOW), start_decode(b, window=WINDOW)
+    first.hold("copy")
+    given = first.prefill("one", prompt(1, 100))
+    second.add("one", prompt(1, 100), 4, parameters=given)
+    for _ in range(10):
+        second.step()
+    assert second.get("computed") == 0
+    a.kill()
+    first.release("copy")
+    second.run("one", steps=4000)
+    assert second.report("one")["tokens"] == expected(prompt(1, 100), 4, WINDOW)
+    assert second.get("computed") == 103
+    assert second.counters()["handoffs_missed"] == 1
+    assert second.idle() == 0
+    eventually(lambda: b.status()["leases"]["pins"] == 0)
