@@ -736,3 +736,8 @@ def register() -> None:
 
     if CONNECTOR not in getattr(KVConnectorFactory, "_registry", {}):
         KVConnectorFactory.register_connector(CONNECTOR, __name__, CONNECTOR)
+
+
+# However it was found: below a MultiConnector vLLM looks its children up by name wherever it shows what they count, and
+# raises into serving where it does not know one.
+register()

@@ -102,6 +102,7 @@ class Lab:
         policy: str = "recompute",
         max_tokens_a_step: int = 64,
         multi: str = "",
+        sibling: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
         role: str = "kv_both",
         events: bool = False,
@@ -114,7 +115,8 @@ class Lab:
         recurrent: bool = False,
         sleeps: bool = False,
     ) -> None:
-        """`multi`: "chosen" or "sibling", whether ours is the child of a MultiConnector whose hit is taken.
+        """`multi`: "chosen" or "sibling", whether ours is the child of a MultiConnector whose hit is taken; `sibling`:
+        the other's options, see vllm_shelf.py.
 
         `window`: tokens that a second KV group's layers see, or 0 for one group alone. `drafts`: tokens that are
         guessed for each step, some of them wrong. `eagle`: the first group holds a drafter's layers too. `recurrent`:
@@ -133,6 +135,7 @@ class Lab:
         )
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+        from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
         from vllm.utils.hashing import sha256_cbor
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -159,7 +162,7 @@ class Lab:
                 "kv_connector": "ShelfConnector",
                 "kv_connector_module_path": "vllm_shelf",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": {},
+                "kv_connector_extra_config": sibling or {},
             }
             children = [ours, other] if multi == "chosen" else [other, ours]
             ours = {
@@ -221,6 +224,7 @@ class Lab:
         )
         if events:
             self.scheduler.kv_event_publisher = self
+        self.logging = KVConnectorLogging(self.config.kv_transfer_config)
         self.worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, cached)
         self._window = window
         # [group, layer, block, ...]: a block's id is of one group at a time, but each group has a place for it.
@@ -366,7 +370,10 @@ class Lab:
             self._guess(list(planned.num_scheduled_tokens))
         for outputs in told.values():
             if outputs.scheduler_stats is not None:
-                self._count(outputs.scheduler_stats.kv_connector_stats or {})
+                counted = outputs.scheduler_stats.kv_connector_stats or {}
+                self._count(counted)
+                if counted:  # as the process that serves logs them
+                    self.logging.observe(counted)
             for one in outputs.outputs:
                 self.outputs[one.request_id] += one.new_token_ids
                 if one.finish_reason is not None:
