@@ -170,7 +170,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         parallel = vllm_config.parallel_config
         self._ranks, self._rank = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size
         self._limits = _limits(options)
-        if not self._offered.evicts or getattr(vllm_config, "max_concurrent_batches", 1) > 1:
+        self._steps_ahead = getattr(vllm_config, "max_concurrent_batches", 1)
+        if not self._offered.evicts or self._steps_ahead > 1:
             # A load within a step that fails is told after it. What vLLM has put into its own prefix cache meanwhile
             # must be thrown out (`_evict`), which is complete only where no further step has been planned by then.
             self._limits = dataclasses.replace(self._limits, sync_bytes=0)
@@ -180,6 +181,10 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._described: dict[str, Request] = {}
         self._background: dict[str, bool] = {}
         self._step_tables: dict[str, BlockIds] = {}  # of requests that are loaded within the step
+        # Below a MultiConnector, of what a sibling loads within a step: it may turn out to be bad.
+        self._known: dict[str, int] = {}  # of requests about to begin, the tokens that the engine has or we load
+        self._unproven: dict[str, int] = {}  # by request, the step from which on its blocks are proven
+        self._steps = self._all_proven = 0
         self._report = Report()
         self._events: list[Any] = []
         self._announces: dict[tuple[int, int], _Announced] = {}
@@ -286,6 +291,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         assert self._scheduler is not None
+        self._known[request.request_id] = num_computed_tokens
         match = self._scheduler.match(self._describe(request), num_computed_tokens)
         if match.state is MatchState.LATER:
             return None, False
@@ -295,6 +301,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self._scheduler is not None
         background = self._background.pop(request.request_id, True)
+        if num_external_tokens:
+            self._known[request.request_id] = self._known.get(request.request_id, 0) + num_external_tokens
         table = blocks.get_block_ids() if num_external_tokens else ()
         if num_external_tokens and not background:
             self._step_tables[request.request_id] = table
@@ -325,10 +333,11 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         preempted = frozenset(scheduler_output.preempted_req_ids or ())
         scheduled = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
+        self._doubt_siblings(scheduler_output)
         final = {}
         for request_id, tokens in scheduled.items():
             request = self._requests.get(request_id)
-            if request is not None:
+            if request is not None and self._unproven.get(request_id, 0) <= self._steps:
                 computed = request.num_computed_tokens
                 final[request_id] = count_final_tokens(computed, tokens, len(drafts.get(request_id, ())))
         tables = _Tables(scheduler_output.kv_connector_block_state, scheduled)
@@ -336,6 +345,21 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._announcing:
             self._note_saves(plan)
         return CascadeMetadata(plan, preempted)
+
+    def _doubt_siblings(self, scheduler_output: Any) -> None:
+        """Note which requests may rest on what another child of a MultiConnector loads within this step.
+
+        Whether that failed is told after the step, and after those that are planned before its end. Until then nothing
+        is stored of requests that begin: they may share the blocks by the engine's own prefix cache.
+        """
+        self._steps += 1
+        begun = {name: self._known.pop(name) for name in scheduler_output.num_scheduled_tokens if name in self._known}
+        if scheduler_output.has_sync_kv_loads and any(
+            name in self._requests and self._requests[name].num_computed_tokens > known for name, known in begun.items()
+        ):
+            self._all_proven = self._steps + self._steps_ahead
+        if self._all_proven > self._steps:
+            self._unproven.update(dict.fromkeys(begun, self._all_proven))
 
     def _lone_prefill(self, scheduler_output: Any) -> Prefill | None:
         scheduled = scheduler_output.num_scheduled_tokens
@@ -354,6 +378,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._note_stored(told)
         self._scheduler.completed(Report(received=received, failed=told.failed, loaded=told.loaded))
         bad = {block for load in told.failed if not load.background for block in load.blocks}
+        bad |= connector_output.invalid_block_ids or set()  # a sibling's too
         if bad:
             self._evict(bad)
         self._step_tables.clear()
@@ -389,6 +414,8 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._requests.pop(request_id, None)
         self._described.pop(request_id, None)
         self._background.pop(request_id, None)
+        self._known.pop(request_id, None)
+        self._unproven.pop(request_id, None)
         parameters = self._parameters_for(request, self._wishes.pop(request_id, None))
         self._scheduler.finished(request_id, (), request.num_computed_tokens)
         return False, parameters

@@ -282,6 +282,70 @@ def test_the_sibling_that_is_chosen_loads(start_lab, daemon):
     lab.sound()
 
 
+@pytest.mark.parametrize("behind", [False, True])
+def test_what_a_sibling_loads_and_what_follows_is_stored(start_lab, start_daemon, behind):
+    name = 50 + behind
+    start_lab(start_daemon(), multi="sibling").serve("cold", prompt(name, 100))
+    daemon = start_daemon()
+    lab = start_lab(daemon, multi="sibling", sibling={"behind": behind, "later": True}, prefix_caching=False)
+    assert lab.serve("warm", prompt(name, 100) + prompt(2, 50)) == 153 - 96
+    lab.sound()
+    stored(lab, daemon, 9)
+    assert "loaded_blocks" not in lab.counters()
+    lab = start_lab(daemon, prefix_caching=False)
+    assert lab.serve("read back", prompt(name, 100) + prompt(2, 50)) == 153 - 144
+    lab.sound()
+
+
+def test_what_a_sibling_loaded_wrongly_is_never_stored(start_lab, start_daemon):
+    # The step computes on it, and others take it from the engine's own cache, before the engine is told.
+    start_lab(start_daemon(), multi="sibling").serve("cold", prompt(52, 64))
+    daemon = start_daemon()
+    lab = start_lab(daemon, multi="sibling", sibling={"fails": True}, max_tokens_a_step=200)
+    lab.add("bad", prompt(52, 64) + prompt(2, 50))
+    lab.add("shares", prompt(52, 64) + prompt(3, 50))
+    lab.add("alone", prompt(53, 40))
+    lab.run("bad", "shares", "alone")
+    lab.prove("bad", "alone")
+    lab.sound()
+    lab = start_lab(daemon, prefix_caching=False)
+    for tail in (2, 3):
+        lab.serve(f"read back {tail}", prompt(52, 64) + prompt(tail, 50))
+    lab.sound()
+
+
+def test_what_a_sibling_loaded_wrongly_does_not_stay_in_the_engines_own_cache(start_lab, start_daemon):
+    start_lab(start_daemon(), multi="sibling").serve("cold", prompt(55, 64))
+    daemon = start_daemon()
+    lab = start_lab(daemon, multi="sibling", sibling={"fails": True})
+    lab.add("bad", prompt(55, 64) + prompt(2, 50))
+    lab.step()
+    lab.abort("bad")
+    lab.serve("next", prompt(55, 64) + prompt(2, 50), parameters={"kvcascade": "write"})
+    lab.sound()
+    start_lab(daemon, prefix_caching=False).serve("read back", prompt(55, 64) + prompt(2, 50))
+
+
+@pytest.mark.parametrize("multi", ["chosen", "sibling"])
+def test_below_a_multi_connector_requests_may_end_twice_or_in_the_middle(start_lab, daemon, multi):
+    lab = start_lab(daemon, multi=multi, prefix_caching=False)
+    lab.serve("cold", prompt(54, 100))
+    stored(lab, daemon, 6)
+    lab.finish_again("cold")
+    lab.hold("copy")
+    lab.add("slow", prompt(54, 100))
+    for _ in range(4):
+        lab.step()
+    lab.abort("slow")
+    lab.finish_again("slow")
+    lab.step()
+    lab.release("copy")
+    lab.sound()
+    assert lab.serve("after", prompt(54, 100)) == 7
+    lab.sound()
+    eventually(lambda: pins(daemon) == 0)
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("damage", ["flipped bits", "daemon killed"])
 def test_a_failed_load_is_told_and_follows_the_policy(start_lab, start_daemon, tmp_path, monkeypatch, policy, damage):
@@ -564,8 +628,9 @@ def test_nothing_touches_the_memory_of_a_sleeping_engine_and_after_it_everything
 # ---- events, refusals
 
 
-def test_stored_blocks_are_announced_with_their_tokens(start_lab, daemon):
-    lab = start_lab(daemon, events=True)
+@pytest.mark.parametrize("multi", ["", "chosen", "sibling"])
+def test_stored_blocks_are_announced_with_their_tokens(start_lab, daemon, multi):
+    lab = start_lab(daemon, events=True, multi=multi)
     lab.serve("cold", prompt(1, 40))
     found: list[dict[str, Any]] = []
 
