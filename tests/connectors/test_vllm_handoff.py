@@ -261,6 +261,114 @@ def test_the_daemon_learns_how_fast_prompts_are_computed(start_prefill, start_no
     assert all(0 < speed < 1e7 for speed in one["tokens_s"].values())
 
 
+# ---- what happens to a hand-off on its way
+
+
+@pytest.mark.parametrize("point", ["ask", "source", "load", "copy"])
+def test_a_request_may_be_aborted_while_its_hand_off_is_at_any_point(start_prefill, start_decode, start_node, point):
+    # Fault C1: the source's pins end by the fetch or by their deadline, the other node's with the request.
+    a, b = start_node("a"), start_node("b")
+    first = start_prefill(a, extra={"stage": True, "handoff_keep_s": 3})
+    second = start_decode(b)
+    second.serve("attached", prompt(8, 20))
+    first.serve("attached", prompt(8, 20), 1)
+    if point == "source":
+        first.hold("copy")
+    given = first.prefill("one", prompt(1, 100))
+    if point != "source":
+        second.hold(point)
+    second.add("one", prompt(1, 100), 4, parameters=given)
+    loads = second.get("loads")
+    for _ in range(400):
+        second.step()
+        if point in ("ask", "source") or second.get("loads") != loads:
+            break
+    assert point in ("ask", "source") or second.get("loads") != loads
+    for _ in range(3):
+        second.step()
+    assert second.report("one")["tokens"] == []
+    second.abort("one")
+    second.step()
+    (first if point == "source" else second).release("copy" if point == "source" else point)
+    assert (first.idle(), second.idle()) == (0, 0)
+    assert first.get("faults") == second.get("faults") == []
+    for node in (a, b):
+        eventually(lambda node=node: handed(node) == 0 and node.status()["leases"]["pins"] == 0)
+    second.serve("after", prompt(1, 100), parameters=given)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_a_request_that_was_handed_off_may_be_preempted_and_resumed(start_prefill, start_decode, start_node, window):
+    a, b = start_node("a"), start_node("b")
+    first, second = start_prefill(a, window=window), start_decode(b, window=window, prefix_caching=False)
+    given = first.prefill("one", prompt(1, 100))
+    second.add("one", prompt(1, 100), 40, parameters=given)
+    while len(second.report("one")["tokens"]) < 20:
+        second.step()
+    eventually(lambda: second.counters().get("stored_blocks", 0) >= (2 if window else 1))
+    before = second.get("computed")
+    assert second.preempt_all()
+    a.kill()  # its ticket is asked with again, and is of no use any more
+    second.run("one", steps=4000)
+    assert second.report("one")["tokens"] == expected(prompt(1, 100), 40, window)
+    assert second.get("computed") - before < 60
+    assert second.idle() == 0
+    assert second.get("faults") == []
+    eventually(lambda: b.status()["leases"]["pins"] == 0)
+
+
+def test_others_may_be_preempted_while_a_hand_off_is_loaded(start_prefill, start_decode, start_node):
+    # Fault E1: the pool is small, and the blocks that the load writes to are kept for it.
+    a, b = start_node("a"), start_node("b")
+    first, second = start_prefill(a), start_decode(b, blocks=22)
+    given = first.prefill("one", prompt(1, 100))
+    second.hold("copy")
+    second.add("one", prompt(1, 100), 30, parameters=given)
+    while not second.get("loads"):
+        second.step()
+    pressing = {f"pressing {number}": prompt(5 + number, 80) for number in range(3)}
+    for name, tokens in pressing.items():
+        second.add(name, tokens, 60, parameters={"kvcascade": "off"})
+    seen: set[str] = set()
+    for _ in range(60):
+        second.step()
+        seen |= {second.report(name)["status"] for name in pressing}
+    assert "PREEMPTED" in seen
+    second.release("copy")
+    second.run("one", *pressing, steps=4000)
+    assert second.report("one")["tokens"] == expected(prompt(1, 100), 30)
+    for name, tokens in pressing.items():
+        assert second.report(name)["tokens"] == expected(tokens, 60)
+    assert second.idle() == 0
+    assert second.get("faults") == []
+    assert second.counters()["handoffs_taken"] >= 1
+
+
+# ---- beside another connector
+
+
+@pytest.mark.parametrize("multi", ["chosen", "sibling"])
+def test_below_a_multi_connector_a_hand_off_goes_beside_what_the_sibling_says(
+    start_prefill, start_decode, start_node, multi
+):
+    says = {"remote_engine_id": "x", "remote_port": 1}
+    a, b = start_node("a"), start_node("b")
+    first = start_prefill(a, multi=multi, sibling={"parameters": says})
+    second = start_decode(b, multi=multi, sibling={"parameters": says, "later": True})
+    number = 60 + (multi == "sibling")  # the sibling's blocks outlive the test
+    _, given = first.serve("one", prompt(number, 100), 1, ASKED)
+    assert given.keys() == says.keys() | {HANDOFF}
+    given = json.loads(json.dumps(given))
+    assert second.serve("one", prompt(number, 100), parameters=given) == (100 - 96 + 3, says)
+    assert second.counters()["handoffs_taken"] == 1
+    given[HANDOFF] |= {"version": 9}
+    _, told = second.serve("two", [*prompt(number, 100), 1], parameters=given)
+    assert told.keys() == says.keys() | {REFUSED}
+    assert (first.idle(), second.idle()) == (0, 0)
+    for node in (a, b):
+        eventually(lambda node=node: handed(node) == 0 and node.status()["leases"]["pins"] == 0)
+
+
 # ---- several KV groups
 
 WINDOW = 40
