@@ -46,7 +46,8 @@ class Lab:
     def prove(self, *names: str) -> None:
         for name in names:
             tokens, count, flavour = self.prompts[name]
-            assert self.report(name)["tokens"] == expected(tokens, count, self._window, flavour), name
+            found, wanted = self.report(name), expected(tokens, count, self._window, flavour)
+            assert found["tokens"] == wanted, f"{name}: {found}, and not {wanted}"
 
     def sound(self) -> None:
         """Nothing is left over, and nothing was told twice or written to what was free."""
