@@ -128,9 +128,16 @@ class _Fetching:
     attachment: Attachment
     writer: Writer
     lease: int
-    jobs: list[Fetch]
     blocks: list[int]  # indices in the chain
+    pages: list[int]  # of their slots
     found: Found
+
+    def names(self, at: slice) -> list[BlockName]:
+        space, hashes, width = self.prefix.space, self.prefix.hashes, self.prefix.space.width
+        return [
+            BlockName(space.fingerprint, space.group, hashes[block * width : (block + 1) * width])
+            for block in self.blocks[at]
+        ]
 
 
 @dataclass(eq=False, slots=True)
@@ -358,24 +365,18 @@ class Remote:
         """Whether all of it could be reserved, or is here or on its way already: what follows has its parents."""
         space = prefix.space
         ours = self._attach(space)
-        cache, residency = self._cache, self._cache.residency
         chain = prefix.hashes[: end * space.width]
-        reserved = cache.reserve(ours.attachment, space.group, chain, start, source=found.tier)
+        reserved = self._cache.reserve(ours.attachment, space.group, chain, start, source=found.tier)
         whole = not (reserved.states == BlockState.NO_ROOM).any()
         slots = np.flatnonzero(reserved.states == BlockState.SLOT)
         if not len(slots):
             return whole
         reservation = ours.attachment.reservations[reserved.lease]
         reservation.deadline = prefix.deadline + 1.0
-        element = itemsize(space.namespace.kv_dtype)
-        blocks = (slots + start).tolist()
-        jobs = []
-        for block, page in zip(blocks, reserved.slots.pages.tolist(), strict=True):
-            name = BlockName(space.fingerprint, space.group, chain[block * space.width : (block + 1) * space.width])
-            jobs.append(Fetch(name, residency.dram.view(page, space.block_bytes).data, element))
-        fetching = _Fetching(prefix, ours.attachment, ours.writer, reserved.lease, jobs, blocks, found)
+        blocks, pages = (slots + start).tolist(), reserved.slots.pages.tolist()
+        fetching = _Fetching(prefix, ours.attachment, ours.writer, reserved.lease, blocks, pages, found)
         room = asyncio.Semaphore(BATCHES)
-        for at in _batches(found.link, space.block_bytes, len(jobs)):
+        for at in _batches(found.link, space.block_bytes, len(blocks)):
             task = asyncio.create_task(self._receive(fetching, at, room), name="fetch")
             self._fetches.add(task)
             prefix.batches.append((blocks[at.start], task))
@@ -383,8 +384,15 @@ class Remote:
             # Not by the task itself: one that is cancelled before it begins would report nothing.
             task.add_done_callback(partial(self._received, fetching, at))
             self._transfer.follow(reservation.rows[at], task)
-        found.link.queued += len(jobs) * space.block_bytes
+        found.link.queued += len(blocks) * space.block_bytes
         return whole
+
+    def _jobs(self, fetching: _Fetching, at: slice) -> list[Fetch]:
+        """Made for one batch when its turn comes: for 16,384 blocks at once they hold the loop for 40 ms."""
+        space, view = fetching.prefix.space, self._cache.residency.dram.view
+        element = itemsize(space.namespace.kv_dtype)
+        named = zip(fetching.names(at), fetching.pages[at], strict=True)
+        return [Fetch(name, view(page, space.block_bytes).data, element) for name, page in named]
 
     def _attach(self, space: Space) -> _Ours:
         ours = self._ours.get(space.fingerprint)
@@ -396,19 +404,19 @@ class Remote:
 
     async def _receive(self, fetching: _Fetching, at: slice, room: asyncio.Semaphore) -> list[str | None]:
         """Receives one batch. Its memory is written by nobody any more when this ends, however it ends."""
-        jobs, prefix, link = fetching.jobs[at], fetching.prefix, fetching.found.link
-        block = fetching.blocks[at.start]
+        prefix, link = fetching.prefix, fetching.found.link
+        block, count = fetching.blocks[at.start], at.stop - at.start
         async with room:
             began = self._clock()
             if prefix.end <= block or began >= prefix.deadline:
-                return ["not begun"] * len(jobs)
+                return ["not begun"] * count
             limit = prefix.begun + prefix.patience(block) - began
-            reasons: list[str | None] = [GIVEN_UP] * len(jobs)
-            under_way = min(link.queued, BATCHES * sum(len(job.into) for job in jobs))
+            reasons: list[str | None] = [GIVEN_UP] * count
+            under_way = min(link.queued, BATCHES * count * prefix.space.block_bytes)
             with contextlib.suppress(TimeoutError):
                 # Not the fetch's own time: that would tell of a source that does not answer.
                 async with asyncio.timeout(None if math.isinf(limit) else limit):
-                    reasons = await fetching.found.fetch(jobs, prefix.deadline - began)
+                    reasons = await fetching.found.fetch(self._jobs(fetching, at), prefix.deadline - began)
             spent = self._clock() - began
             if reasons[0] == GIVEN_UP or (None not in reasons and began + spent >= prefix.deadline):
                 link.late(under_way, spent)
@@ -417,7 +425,7 @@ class Remote:
     def _received(self, fetching: _Fetching, at: slice, task: "asyncio.Task[list[str | None]]") -> None:
         """Commits the leading blocks of a batch that are good, and gives up the rest of the prefix."""
         blocks = np.array(fetching.blocks[at], dtype=np.uint32)
-        fetching.found.link.queued -= sum(len(job.into) for job in fetching.jobs[at])
+        fetching.found.link.queued -= len(blocks) * fetching.prefix.space.block_bytes
         reasons: list[str | None] = ["cancelled"] * len(blocks)
         if not task.cancelled():
             error = task.exception()
@@ -452,9 +460,9 @@ class Remote:
 
     def _disproved(self, fetching: _Fetching, at: slice, reasons: Iterable[str | None]) -> None:
         """Counts what proved untrue, and begins to take away what nobody could use."""
-        told = list(zip(fetching.jobs[at], reasons, strict=True))
+        told = list(zip(fetching.names(at), reasons, strict=True))
         self.counters["fetched_untrue_blocks"] += sum(reason is not None and disproves(reason) for _, reason in told)
-        false = [job.name for job, reason in told if reason is not None and contradicts(reason)]
+        false = [name for name, reason in told if reason is not None and contradicts(reason)]
         forget = fetching.found.forget
         if forget is None or not false or self._paused or len(self._forgetting) >= FORGETTING:
             return

@@ -19,6 +19,7 @@ import logging
 import random
 import time
 from collections import Counter, deque
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Self
 
@@ -215,9 +216,10 @@ class Sharing:
         """Seconds, never 0."""
         return int(time.monotonic() - self._born) + 1
 
-    def _names(self, space: Space, rows: U32) -> list[BlockName]:
+    def _names(self, space: Space, rows: U32) -> Iterator[BlockName]:
+        """For another thread to iterate over; the blocks are those of now."""
         keys = self._cache.residency.index.key[rows]
-        return [BlockName(space.fingerprint, space.group, key.tobytes()[: space.width]) for key in keys]
+        return (BlockName(space.fingerprint, space.group, key.tobytes()[: space.width]) for key in keys)
 
     # ---- the directory
 

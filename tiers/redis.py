@@ -370,8 +370,11 @@ class RedisTier:
         self.counters["over_budget_blocks"] += len(jobs) - len(some)
         return reasons + ["redis.daily_bytes is used up"] * (len(jobs) - len(some))
 
-    async def renew(self, names: Sequence[BlockName]) -> list[bool]:
-        """Lets blocks live for another TTL; which of them are there. TierUnavailable when one cannot be told."""
+    async def renew(self, names: Iterable[BlockName]) -> list[bool]:
+        """Lets blocks live for another TTL; which of them are there. TierUnavailable when one cannot be told.
+
+        Another thread iterates over `names`.
+        """
         replies = await self._run_small(lambda course: self._nodes.renew(names, course), self._settings.deadline)
         _all_good(replies)
         return [reply == 1 for reply in replies]

@@ -283,7 +283,7 @@ class Nodes:
         head = command(b"EXISTS", keys[0])[: -len(keys[0]) - 2] if keys else b""
         return self.ask([(key, b"%b%b\r\n" % (head, key)) for key in keys], course)
 
-    def renew(self, names: Sequence[BlockName], course: Course) -> list[Any]:
+    def renew(self, names: Iterable[BlockName], course: Course) -> list[Any]:
         """Lets blocks live for another TTL; for each 1 where it is there and 0 where not, errors as in `ask`."""
         ttl = b"%d" % int(self._settings.ttl * 1000)
         return self.ask([(key, command(b"PEXPIRE", key, ttl)) for key in self.keys_of(names)], course)
