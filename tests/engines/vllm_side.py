@@ -578,6 +578,9 @@ class Lab:
 
     # ---- what a test asks
 
+    def computed_of(self, name: str) -> int:
+        return int(self.requests[name].num_computed_tokens)
+
     def report(self, name: str) -> dict[str, Any]:
         request = self.requests[name]
         return {
