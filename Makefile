@@ -66,7 +66,7 @@ mooncake: $(INSTALLED)
 
 # All that drives vLLM's scheduler, by the newest version's.
 test-newer: $(INSTALLED) engines
-	VLLM_SOURCES=0.33.0 $(BIN)/pytest tests/connectors/test_vllm_scheduler.py
+	VLLM_SOURCES=0.33.0 $(BIN)/pytest tests/connectors/test_vllm_scheduler.py tests/connectors/test_vllm_handoff.py
 
 stress: $(INSTALLED)
 	$(BIN)/pytest -m stress

@@ -1,6 +1,7 @@
 """Prefill here, decode there: vLLM's own schedulers around a model of ours, on nodes of their own; see vllm_side.py."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from engines.redis_server import serve
 from engines.scripted import eventually
 from engines.scripted import prompt as other
-from engines.vllm_engine import Vllm
+from engines.vllm_engine import Vllm, sources
 from engines.vllm_side import expected
 
 from kvcascade.connectors.handoff import HANDOFF, REFUSED
@@ -54,14 +55,20 @@ class Lab:
         return dict(json.loads(json.dumps(given)))
 
 
+def started(start_vllm: Callable[..., Vllm]) -> Vllm:
+    """With the variable VLLM_SOURCES the Python code of that version of vLLM runs instead."""
+    version = os.environ.get("VLLM_SOURCES")
+    return start_vllm(first=[sources(version)] if version else [])
+
+
 @pytest.fixture(scope="module")
 def prefill_process(start_vllm: Callable[..., Vllm]) -> Vllm:
-    return start_vllm()
+    return started(start_vllm)
 
 
 @pytest.fixture(scope="module")
 def decode_process(start_vllm: Callable[..., Vllm]) -> Vllm:
-    return start_vllm()
+    return started(start_vllm)
 
 
 @pytest.fixture
