@@ -22,17 +22,18 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
-from kvcascade.config.errors import CascadeError
+from kvcascade.config.errors import CascadeError, TierUnavailable
 from kvcascade.config.settings import ClusterSettings
 from kvcascade.tiers.block import CRYPTOGRAPHIC, itemsize
 from kvcascade.tiers.remote import BlockName, Fetch, contradicts, disproves
+from kvcascade.tiers.workers import outlast
 
 from .cache import Cache
 from .cost import SMALL, Decision, Link, Offer, Prefill, Range, decide, patience
@@ -52,7 +53,8 @@ BATCHES = 4  # of one range under way at once: the next one waits at the source 
 GIVEN_UP = "computing is quicker by now"
 FORGETTING = 16  # calls at once that take false values away
 ANSWER_SHARE = 0.5  # of a question's time is for the answer of a source that has nothing to wait for
-ANSWER_S = 0.25  # and at least so much of it
+ANSWER_S = 0.25  # and at least so much of it, where there is more
+ANSWER_MOST = 0.8  # but never all: a source that is late says so itself, in time for the others' answers to be used
 ABSENT_S = 1.0  # how long an answer holds that there is nothing, or nothing that pays
 ERROR_S = 0.2  # and that no answer came
 QUESTIONS = 4096  # remembered at most
@@ -262,8 +264,6 @@ class Remote:
             if decision.ranges:
                 begun = self._clock() if ticket else began
                 self._begin(space, hashes, first, begun, decision, founds, prefill)
-        except TimeoutError:
-            question.error = "no answer in time"
         except CascadeError as error:
             question.error = str(error)
         except Exception as error:
@@ -277,15 +277,15 @@ class Remote:
     async def _weigh(
         self, space: Space, hashes: bytes, first: int, prefill: Prefill, ticket: bytes, timeout: float
     ) -> tuple[Decision, list[Found]]:
-        """Asks every source; what the cost model makes of the answers, within `timeout` seconds.
+        """Asks every source; what the cost model makes of the answers that come within `timeout` seconds.
 
-        TimeoutError, and CascadeError when none of them could answer.
+        CascadeError when there is none that says anything.
         """
         tail = hashes[first * space.width :]
         # Less than all of the time: a source that does not answer must not keep the others' answers from being used.
-        limit = min(timeout, max(timeout * ANSWER_SHARE, ANSWER_S))
-        async with asyncio.timeout(timeout):
-            told, errors = await answers(source.find(space, tail, ticket, limit) for source in self._sources)
+        limit = max(timeout * ANSWER_SHARE, min(ANSWER_S, timeout * ANSWER_MOST))
+        asked = [source.find(space, tail, ticket, limit) for source in self._sources]
+        told, errors = await answers(asked, timeout)
         founds = [found for one in told for found in one]
         if not founds and errors:
             raise errors[0]
@@ -309,8 +309,8 @@ class Remote:
         prefill = known[-1] if known else Prefill()
         try:
             decision, founds = await self._weigh(space, hashes, first, prefill, b"", self._settings.deadline)
-        except (TimeoutError, CascadeError) as error:
-            return {"first": first, "error": str(error) or "no answer in time", "sources": []}
+        except CascadeError as error:
+            return {"first": first, "error": str(error), "sources": []}
         ranges = {one.offer: one for one in decision.ranges}
         sources = []
         for number, found in enumerate(founds):
@@ -482,17 +482,31 @@ class Remote:
             log.exception("false values were not taken away")
 
 
-async def answers(asked: Iterable[Awaitable[T]]) -> tuple[list[T], list[CascadeError]]:
-    """What all of them say, and why others cannot tell. Where this is cancelled none of them goes on."""
+async def answers(
+    asked: Iterable[Coroutine[Any, Any, T]], timeout: float | None = None
+) -> tuple[list[T], list[CascadeError]]:
+    """What those say that answer within `timeout` seconds, and why others cannot tell.
+
+    None of them goes on when this ends, or is cancelled.
+    """
     told: list[T] = []
     errors: list[CascadeError] = []
-    for answer in await asyncio.gather(*asked, return_exceptions=True):
-        if isinstance(answer, CascadeError):
-            errors.append(answer)
-        elif isinstance(answer, BaseException):
-            raise answer
+    tasks = [asyncio.create_task(one) for one in asked]
+    try:
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await outlast(tasks)
+    for task in tasks:
+        error = TierUnavailable("no answer in time") if task.cancelled() else task.exception()
+        if error is None:
+            told.append(task.result())
+        elif isinstance(error, CascadeError):
+            errors.append(error)
         else:
-            told.append(answer)
+            raise error
     return told, errors
 
 
