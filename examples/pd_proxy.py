@@ -18,7 +18,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, web
+from aiohttp import ClientConnectionResetError, ClientError, ClientSession, ClientTimeout, web
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 FIELD = "kv_transfer_params"
@@ -113,6 +113,8 @@ class Proxy:
                     await response.write(part)
                 await response.write_eof()
                 return response
+        except ClientConnectionResetError:
+            raise  # our client has left
         except (ClientError, TimeoutError) as error:
             log.warning("no answer server=%s reason=%s: %s", server, type(error).__name__, error)
             if response is not None:
@@ -134,7 +136,8 @@ def main() -> None:
     for path in PATHS:
         app.router.add_post(path, proxy.complete)
     app.router.add_route("*", "/{path:.*}", proxy.other)
-    web.run_app(app, host=arguments.host, port=arguments.port, access_log=None)
+    # What a client asked for that has left is not computed to its end.
+    web.run_app(app, host=arguments.host, port=arguments.port, access_log=None, handler_cancellation=True)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,12 @@ import json
 import re
 import shlex
 import shutil
+import socket
 import threading
 import urllib.error
-from contextlib import ExitStack
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -160,7 +163,7 @@ def test_prefill_on_one_rank_and_decode_on_two_and_the_other_way(
         assert complete(there, prompt(0), cache_salt="new")[0] == plain[0]
 
 
-class _Answering(BaseHTTPRequestHandler):
+class Answering(BaseHTTPRequestHandler):
     """A server that says what `told` holds, and remembers what it was asked."""
 
     told: ClassVar[tuple[int, bytes]]
@@ -180,26 +183,75 @@ class _Answering(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize("said", [(429, b"{}"), (404, b"{}"), (500, b""), (200, b"[1]"), (200, b"{"), (200, b"{}")])
-def test_whatever_the_prefill_server_says_the_decode_server_is_asked(
-    vllm_python: Path, tmp_path: Path, said: tuple[int, bytes]
-) -> None:
+@contextmanager
+def two(python: Path, log: Path, prefill: type[Answering], decode: type[Answering]) -> Iterator[Server]:
+    """The proxy between two servers of ours."""
     with ExitStack() as stack:
-        servers = []
-        for told in (said, (200, b'{"drawn": 1}')):
-            handler = type("Handler", (_Answering,), {"told": told, "asked": []})
+        urls = []
+        for handler in (prefill, decode):
             server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), handler))
             thread = threading.Thread(target=server.serve_forever)
             thread.start()
             stack.callback(thread.join)
             stack.callback(server.shutdown)
-            servers.append((f"http://127.0.0.1:{server.server_port}", handler))
-        (prefill, asked_first), (decode, asked) = servers
-        command = [vllm_python, "-P", ROOT / "examples/pd_proxy.py", "--prefill", prefill, "--decode", decode]
-        proxy = stack.enter_context(serving(command, tmp_path / "proxy.log"))
+            urls.append(f"http://127.0.0.1:{server.server_port}")
+        command = [python, "-P", ROOT / "examples/pd_proxy.py", "--prefill", urls[0], "--decode", urls[1]]
+        yield stack.enter_context(serving(command, log))
+
+
+def answering(told: tuple[int, bytes], base: type[Answering] = Answering) -> type[Answering]:
+    return type("Handler", (base,), {"told": told, "asked": []})
+
+
+@pytest.mark.parametrize("said", [(429, b"{}"), (404, b"{}"), (500, b""), (200, b"[1]"), (200, b"{"), (200, b"{}")])
+def test_whatever_the_prefill_server_says_the_decode_server_is_asked(
+    vllm_python: Path, tmp_path: Path, said: tuple[int, bytes]
+) -> None:
+    prefill, decode = answering(said), answering((200, b'{"drawn": 1}'))
+    with two(vllm_python, tmp_path / "proxy.log", prefill, decode) as proxy:
         answer = eventually(lambda: _posted(proxy), 60)
-        assert answer == b'{"drawn": 1}'
-        assert asked_first.asked == [{"do_remote_decode": True}] and asked.asked == [None]
+    assert answer == b'{"drawn": 1}'
+    assert prefill.asked == [{"do_remote_decode": True}] and decode.asked == [None]
+
+
+class Patient(Answering):
+    """Answers no earlier than the one who asks has left."""
+
+    left: ClassVar[threading.Event]
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.asked.append(self.path)
+        assert self.connection.recv(1) == b""
+        self.left.set()
+        self.close_connection = True
+
+
+def test_what_a_client_asked_for_that_has_left_is_given_up(vllm_python: Path, tmp_path: Path) -> None:
+    left = threading.Event()
+    prefill = type("Handler", (Patient,), {"asked": [], "left": left})
+    decode = answering((200, b'{"drawn": 1}'))
+    with two(vllm_python, tmp_path / "proxy.log", prefill, decode) as proxy:
+        eventually(lambda: _listens(proxy), 60)
+        body = b'{"prompt": [1, 2]}'
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: it\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        url = urllib.parse.urlsplit(proxy.address)
+        with socket.create_connection((url.hostname, url.port)) as client:
+            client.sendall(head + body)
+            eventually(lambda: prefill.asked)
+        assert left.wait(30)
+        assert decode.asked == []
+        assert "Traceback" not in (tmp_path / "proxy.log").read_text()
+
+
+def _listens(proxy: Server) -> bool:
+    try:
+        proxy.get("/")
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _posted(proxy: Server) -> bytes | None:
