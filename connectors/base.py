@@ -35,7 +35,7 @@ The rules, for every engine:
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -104,11 +104,13 @@ class Step:
 
     `final_tokens`: for each request scheduled, how many of its tokens are final once the step is done (`final_tokens()`
     counts them). `blocks`: their whole block tables. `preempted`: requests that lost their blocks with this step.
+    `computed_tokens`: how many of their tokens the engine does not compute in this step, since it has their KV.
     """
 
     final_tokens: Mapping[str, int]
     blocks: Mapping[str, BlockIds]
     preempted: frozenset[str] = frozenset()
+    computed_tokens: Mapping[str, int] = field(default_factory=dict)
     prefill: "Prefill | None" = None
     """What `lone_prefill` made of it."""
 
@@ -200,8 +202,8 @@ class Report:
     """What became true on one rank since its last report.
 
     `sent`: requests of `StepPlan.kept` whose saves have ended: their blocks may be reused. `received`: requests whose
-    background loads have ended, well or not. `failed`: loads, or parts of them, that ended badly; always in the same
-    report as, or an earlier one than, the request's `received`. Engines that take failures by block use
+    background loads have ended, well or not. `failed`: loads, or parts of them, that ended badly; those in the
+    background in the very report that names the request as received. Engines that take failures by block use
     `failed_blocks`, those that take them by request `failed_requests`. `loaded`: leases of loads within a step that
     touch memory no more. `stored`: (lease, block indices) that this rank has committed.
     """

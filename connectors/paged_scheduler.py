@@ -31,10 +31,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Life:
-    """One request as it was described last."""
+    """One request as it was described last.
+
+    `proven`: since it is loaded in the background, the leading tokens whose KV is known to be good; `loaded`: those
+    that are once the load has ended. None: what the engine has of it is its own.
+    """
 
     request: Request
     computed: int = 0
+    proven: int | None = None
+    loaded: int = 0
     giving: Session | None = None  # by which its prompt was handed off
 
 
@@ -150,6 +156,7 @@ class PagedScheduler(SchedulerConnector):
         if self._loads.under_way(request_id):
             self._lookups.let_go(request_id)
             return NO_MATCH
+        life.proven = None
         match, there = self._lookups.match(request, computed_tokens)
         self._saves.found(request_id, there)
         return match
@@ -170,11 +177,14 @@ class PagedScheduler(SchedulerConnector):
             raise ValueError(f"{tokens} tokens for request {request_id!r}, for which none were matched")
         if request.ticket:
             self._asker.count("handoffs_taken")
+        if background:
+            life.proven, life.loaded = life.computed, life.computed + tokens
         self._loads.begin(request, found, blocks, life.computed, tokens, background=background)
         for tier, count in self.sources(request_id, tokens).items():
             self._asker.count(f"hit_tokens_{_tier_name(tier)}", count)
 
     def plan_step(self, step: Step) -> StepPlan:
+        self._prove(step)
         for request_id in step.preempted:
             self._lookups.let_go(request_id)
             self._saves.preempted(request_id)
@@ -211,8 +221,14 @@ class PagedScheduler(SchedulerConnector):
     def completed(self, report: Report) -> None:
         for request_id, blocks in self._loads.completed(report).items():
             self._lookups.give_up(request_id)
+            life = self._lives.get(request_id)
             for group, first in blocks.items():
                 self._saves.lost(request_id, group, first)
+                if life is not None:
+                    life.loaded = min(life.loaded, first * self._groups[group].block_tokens)
+        for request_id in report.received:
+            if (life := self._lives.get(request_id)) is not None and life.proven is not None:
+                life.proven = life.loaded
 
     def reset(self) -> bool:
         """From now on blocks go to, and come from, a private namespace: nobody has named the new weights.
@@ -233,6 +249,22 @@ class PagedScheduler(SchedulerConnector):
         life = self._lives[request.request_id] = _Life(request)
         self._saves.begin(request)
         return life
+
+    def _prove(self, step: Step) -> None:
+        """An engine that goes on with a load that failed, or has not ended, would have garbage stored as its tokens.
+
+        Also of other requests that find it in the engine's own cache: nothing more that it computes can be relied on.
+        """
+        for request_id, computed in step.computed_tokens.items():
+            life = self._lives.get(request_id)
+            if life is None or life.proven is None:
+                continue
+            if computed > life.proven:
+                raise ValueError(
+                    f"request {request_id!r} goes on from {computed} tokens, of which {life.proven} are good: the "
+                    "engine has not understood that a load failed"
+                )
+            life.proven = None
 
     # ---- hand-offs
 

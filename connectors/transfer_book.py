@@ -1,6 +1,7 @@
 """Which copies run on one rank, and what its engine is still to be told: what every worker side keeps.
 
-Rule: a result is told once, and never of a request that the engine has dropped.
+Rule: a result is told once, and never of a request that the engine has dropped. What failed of a load in the background
+is told with the end of the whole load: an engine that hears of the one without the other takes the load for good.
 """
 
 import threading
@@ -21,10 +22,14 @@ class Ticket:
 
 @dataclass(slots=True)
 class _Entry:
-    """What one request's engine waits for. `loads` and `saves`: running copies that count."""
+    """What one request's engine waits for. `loads` and `saves`: running copies that count.
+
+    `failed`: of its loads in the background, until these are told to have ended.
+    """
 
     loads: set[Ticket] = field(default_factory=set)
     saves: set[Ticket] = field(default_factory=set)
+    failed: list[FailedLoad] = field(default_factory=list)
     awaits_received: bool = False
     awaits_sent: bool = False
 
@@ -48,7 +53,7 @@ class TransferBook:
         # All of it guarded by _changed.
         self._changed = threading.Condition()
         self._requests: dict[str, _Entry] = {}
-        self._failed: list[FailedLoad] = []
+        self._failed: list[FailedLoad] = []  # loads within the step
         self._running: set[Ticket] = set()
         self._closed = False
 
@@ -85,16 +90,20 @@ class TransferBook:
             (entry.loads if ticket.load else entry.saves).discard(ticket)
             blocks = tuple(failed_blocks)
             if ticket.load and blocks:
-                self._failed.append(FailedLoad(transfer.request_id, transfer.group, blocks, transfer.background))
+                failure = FailedLoad(transfer.request_id, transfer.group, blocks, transfer.background)
+                (entry.failed if transfer.background else self._failed).append(failure)
             self._forget_idle(transfer.request_id)
             return True
 
     def fail(self, load: FailedLoad) -> None:
         """A load that was promised to the engine and never began (`StepPlan.failed`)."""
         with self._changed:
-            self._failed.append(load)
-            if load.background:
-                self._requests.setdefault(load.request_id, _Entry()).awaits_received = True
+            if not load.background:
+                self._failed.append(load)
+                return
+            entry = self._requests.setdefault(load.request_id, _Entry())
+            entry.awaits_received = True
+            entry.failed.append(load)
 
     def keep(self, request_id: str) -> None:
         """The engine keeps the finished request's blocks until it is reported as sent, which is now due."""
@@ -134,18 +143,20 @@ class TransferBook:
         """What is to be told to the engine now, each thing once."""
         with self._changed:
             sent, received = set(), set()
+            failed, self._failed = self._failed, []
             running = {ticket.transfer.request_id for ticket in self._running}
             for request_id, entry in list(self._requests.items()):
                 if entry.awaits_received and not entry.loads:
                     entry.awaits_received = False
                     received.add(request_id)
+                    failed += entry.failed
+                    entry.failed = []
                 # Blocks are free for reuse when no copy touches them, not even one that was given up.
                 if entry.awaits_sent and request_id not in running:
                     entry.awaits_sent = False
                     sent.add(request_id)
                 self._forget_idle(request_id)
-            failed, self._failed = tuple(self._failed), []
-            return Report(frozenset(sent), frozenset(received), failed)
+            return Report(frozenset(sent), frozenset(received), tuple(failed))
 
     def close(self, timeout: float) -> bool:
         """Give up every copy; whether all have ended within `timeout` seconds. Later tickets are given up at once."""

@@ -334,14 +334,14 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         scheduled = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
         self._doubt_siblings(scheduler_output)
-        final = {}
-        for request_id, tokens in scheduled.items():
-            request = self._requests.get(request_id)
-            if request is not None and self._unproven.get(request_id, 0) <= self._steps:
-                computed = request.num_computed_tokens
-                final[request_id] = count_final_tokens(computed, tokens, len(drafts.get(request_id, ())))
+        computed = {name: self._requests[name].num_computed_tokens for name in scheduled if name in self._requests}
+        final = {
+            name: count_final_tokens(before, scheduled[name], len(drafts.get(name, ())))
+            for name, before in computed.items()
+            if self._unproven.get(name, 0) <= self._steps
+        }
         tables = _Tables(scheduler_output.kv_connector_block_state, scheduled)
-        plan = self._scheduler.plan_step(Step(final, tables, preempted, self._lone_prefill(scheduler_output)))
+        plan = self._scheduler.plan_step(Step(final, tables, preempted, computed, self._lone_prefill(scheduler_output)))
         if self._announcing:
             self._note_saves(plan)
         return CascadeMetadata(plan, preempted)

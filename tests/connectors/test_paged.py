@@ -1,8 +1,12 @@
 """Both sides of a paged engine's connector over a real daemon, without an engine: every layout, rank and KV group."""
 
+import functools
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ import torch
 from engines.scripted import eventually
 
 from kvcascade.config.errors import LayoutMismatch
-from kvcascade.connectors.base import MatchState, Report, Request, Step
+from kvcascade.connectors.base import FailedLoad, MatchState, Report, Request, Step, StepPlan
 from kvcascade.connectors.layout import VLLM_ORDERS
 from kvcascade.connectors.paged_asking import Limits
 from kvcascade.connectors.paged_scheduler import PagedScheduler
@@ -129,9 +133,11 @@ class Node:
         hashes = tuple(block_hashes(tokens, group.block_tokens, seed=SEED) for group in self.groups)
         return Request(name, len(tokens), hashes, tokens, len(tokens), **more)
 
-    def step(self, final: dict[str, int], blocks: dict[str, Any]) -> Report:
+    def step(
+        self, final: dict[str, int], blocks: dict[str, Any], computed_tokens: Mapping[str, int] = MappingProxyType({})
+    ) -> Report:
         """One step on every rank; what all of them report."""
-        plan = self.scheduler.plan_step(Step(final, blocks))
+        plan = self.scheduler.plan_step(Step(final, blocks, computed_tokens=computed_tokens))
         reports = []
         for worker in self.workers:
             worker.start_load(plan)
@@ -344,6 +350,131 @@ def test_a_request_that_ends_before_its_load_is_planned_costs_no_blocks(start_no
     assert report.received == report.failed_requests == {"b"}
     again, _ = second.load("c", TOKENS, (TO,))
     assert again == match.tokens > 0
+
+
+class Parts:
+    """How the copies of a rank's KV groups go, each on its own: held up, and failed."""
+
+    def __init__(self, node: Node, rank: int = 0) -> None:
+        self.go = [threading.Event() for _ in node.groups]
+        self.ended = [threading.Event() for _ in node.groups]
+        for group, gatherer in enumerate(node.workers[rank]._gatherers):
+            gatherer.load = functools.partial(self._load, gatherer.load, group)
+        self.failing: set[int] = set()
+
+    def _load(self, load: Any, group: int, *arguments: Any) -> None:
+        assert self.go[group].wait(20)
+        self.ended[group].set()
+        if group in self.failing:
+            raise ValueError("a copy that fails")
+        load(*arguments)
+
+    def end(self, group: int) -> None:
+        self.go[group].set()
+        assert self.ended[group].wait(20)
+
+
+TWO = KVGroup(block_tokens=16, layers=2, kv_heads=4, head_dim=8)
+
+
+@pytest.fixture
+def loading_two(start_node: Any, daemon: Any) -> Any:
+    """An engine of two KV groups that is about to load what another has stored, and the other."""
+
+    def begin(ranks: int = 1) -> tuple[Node, Node, StepPlan]:
+        first = start_node([GROUP, TWO], ["LBHNC", "LBHNC"], ranks=ranks)
+        for number, group in enumerate((GROUP, TWO)):
+            first.fill(number, whole(group, "bfloat16"))
+        first.store("a", TOKENS, (FROM, FROM))
+        eventually(lambda: dram_blocks(daemon) == 2 * COUNT)
+        second = start_node([GROUP, TWO], ["LBHNC", "LBHNC"], ranks=ranks)
+        request = second.request("b", TOKENS)
+        second.scheduler.arrived(request)
+        match = second.scheduler.match(request, 0)
+        assert match.tokens == COUNT * 16
+        second.scheduler.allocated(request, (TO, TO), match.tokens, background=True)
+        return first, second, second.scheduler.plan_step(Step({}, {}))
+
+    return begin
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_load_whose_groups_end_in_different_steps_fails_in_the_step_in_which_it_ends(loading_two, failing):
+    # Fault A10: vLLM takes the failure of a request for that of a load that ends in the same step.
+    _, node, plan = loading_two()
+    (worker,) = node.workers
+    parts = Parts(node)
+    parts.failing = {failing}
+    worker.start_load(plan)
+    parts.end(failing)
+    eventually(lambda: failing not in {ticket.transfer.group for ticket in worker._book._running})
+    assert worker.finished() == Report()
+    parts.end(1 - failing)
+    reports: list[Report] = []
+    eventually(lambda: (reports.append(worker.finished()), reports[-1].received)[1])
+    assert reports[-1].received == reports[-1].failed_requests == {"b"}
+
+
+def test_blocks_that_are_late_are_told_with_the_end_of_those_that_are_being_copied(loading_two):
+    _, node, plan = loading_two()
+    (worker,) = node.workers
+    parts = Parts(node)
+    late = next(load for load in plan.loads if load.group)
+    failure = FailedLoad("b", 1, late.blocks, background=True)
+    worker.start_load(replace(plan, loads=tuple(load for load in plan.loads if not load.group), failed=(failure,)))
+    assert worker.finished() == Report()
+    parts.end(0)
+    reports: list[Report] = []
+    eventually(lambda: (reports.append(worker.finished()), reports[-1].received)[1])
+    assert reports[-1].received == reports[-1].failed_requests == {"b"}
+
+
+def test_each_of_two_ranks_tells_of_its_failure_with_its_own_end(loading_two):
+    _, node, plan = loading_two(ranks=2)
+    parts = [Parts(node, rank) for rank in range(2)]
+    parts[0].failing = {0}
+    told: list[list[Report]] = [[], []]
+    for worker in node.workers:
+        worker.start_load(plan)
+    for rank, group in ((0, 0), (1, 1), (1, 0)):
+        parts[rank].end(group)
+    eventually(lambda: (told[1].append(node.workers[1].finished()), told[1][-1].received)[1])
+    assert told[1][-1].received == {"b"} and not told[1][-1].failed
+    assert node.workers[0].finished() == Report()
+    parts[0].end(1)
+    eventually(lambda: (told[0].append(node.workers[0].finished()), told[0][-1].received)[1])
+    assert told[0][-1].received == told[0][-1].failed_requests == {"b"}
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_what_an_engine_computes_on_a_failed_load_is_not_stored(loading_two, told):
+    # Whatever went wrong in telling it: the tokens' blocks would be found by every other engine.
+    _, node, plan = loading_two()
+    parts = Parts(node)
+    parts.failing = {1}
+    node.workers[0].start_load(plan)
+    parts.end(0)
+    parts.end(1)
+    if told:
+        reports: list[Report] = []
+        eventually(lambda: (reports.append(node.workers[0].finished()), reports[-1].received)[1])
+        node.scheduler.completed(reports[-1])
+    with pytest.raises(ValueError, match="'b' goes on from 80 tokens, of which 0 are good"):
+        node.step({"b": len(TOKENS)}, {"b": (TO, TO)}, {"b": COUNT * 16})
+
+
+def test_an_engine_that_computes_a_failed_load_anew_goes_on(loading_two, daemon):
+    _, node, plan = loading_two()
+    parts = Parts(node)
+    parts.failing = {1}
+    node.workers[0].start_load(plan)
+    parts.end(0)
+    parts.end(1)
+    reports: list[Report] = []
+    eventually(lambda: (reports.append(node.workers[0].finished()), reports[-1].received)[1])
+    node.scheduler.completed(reports[-1])
+    node.step({"b": len(TOKENS)}, {"b": (TO, TO)}, {"b": 0})
+    node.step({"b": len(TOKENS) + 1}, {"b": (TO, TO)}, {"b": len(TOKENS)})
 
 
 class LingeringSession(Session):
