@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcascade.config.errors import CascadeError, DaemonUnavailable, LayoutMismatch
-from kvcascade.daemon.attachment import Load, Reservation, Session
+from kvcascade.daemon.attachment import BACKOFF_FIRST_S, BACKOFF_LAST_S, Load, Reservation, Session
 from kvcascade.daemon.protocol import BlockState
 from kvcascade.tiers.namespace import Namespace
 
@@ -125,6 +125,9 @@ class PagedWorker(WorkerConnector):
         self._lock = threading.Lock()
         self._stored: list[tuple[int, tuple[int, ...]]] = []
         self._staged_bytes = 0
+        self._attaching = False  # in the background
+        self._attach_after = 0.0
+        self._attach_pause = BACKOFF_FIRST_S
         self.counters: Counter[str] = Counter()
         """Sums since the last `take_counters`."""
 
@@ -233,11 +236,14 @@ class PagedWorker(WorkerConnector):
     # ---- the session
 
     def follow(self, plan: StepPlan) -> None:
-        """Join what the scheduler has attached, in a session of its weights' namespace.
+        """Join what the scheduler has attached, in a session of its weights' namespace, and attach again where lost.
 
         `start_load` does it too; called before the forward it does not have to share the cores with what that leaves.
         """
-        if not plan.attachment or (plan.attachment, plan.weights_epoch) == (self._attachment, self._epoch):
+        if not plan.attachment:
+            return
+        if (plan.attachment, plan.weights_epoch) == (self._attachment, self._epoch):
+            self._attach_again()
             return
         if self._session is None or plan.weights_epoch != self._epoch:
             if self._session is not None:
@@ -247,8 +253,36 @@ class PagedWorker(WorkerConnector):
         self._attachment, self._epoch = plan.attachment, plan.weights_epoch
         # Now, since this step's copies need it: the scheduler has just attached, so the daemon answers in milliseconds.
         self._attach(self._session, JOIN_S)
-        if not self._session.attached:
-            self._submit(self._attach, self._session, self._limits.timeout)
+        with self._lock:
+            self._attach_after, self._attach_pause = 0.0, BACKOFF_FIRST_S
+        self._attach_again()
+
+    def _attach_again(self) -> None:
+        """See to it that the session is attached, one try at a time and with back-off.
+
+        Copies for saves do not attach, nor does giving up their slots: a rank that has lost its connection would store
+        nothing any more until something is loaded, and each block stored needs all ranks.
+        """
+        session = self._session
+        if session is None or session.attached:
+            return
+        with self._lock:
+            if self._attaching or time.monotonic() < self._attach_after:
+                return
+            self._attaching = True
+        self._submit(self._attach_behind, session)
+
+    def _attach_behind(self, session: Session) -> None:
+        """On a copying thread."""
+        try:
+            self._attach(session, self._limits.timeout)
+        finally:
+            with self._lock:
+                self._attaching = False
+                self._attach_after = time.monotonic() + self._attach_pause
+                self._attach_pause = (
+                    BACKOFF_FIRST_S if session.attached else min(2 * self._attach_pause, BACKOFF_LAST_S)
+                )
 
     def _attach(self, session: Session, timeout: float) -> None:
         try:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from engines.scripted import eventually
 
-from kvcascade.config.errors import LayoutMismatch
+from kvcascade.config.errors import LayoutMismatch, Refused
 from kvcascade.connectors.base import FailedLoad, MatchState, Report, Request, Step, StepPlan
 from kvcascade.connectors.layout import VLLM_ORDERS
 from kvcascade.connectors.paged_asking import Limits
@@ -320,6 +321,43 @@ def test_a_save_that_finds_the_buffer_full_is_left_out(start_node, daemon, monke
     assert node.workers[0].take_counters()["saves_skipped"] == COUNT
     node.store("b", TOKENS[:33], (FROM[:2],))
     eventually(lambda: dram_blocks(daemon) == 2)
+
+
+@pytest.mark.parametrize("stage", [False, True])
+def test_a_rank_that_lost_its_connection_attaches_again_though_nothing_is_loaded(start_node, daemon, stage):
+    # One rank alone: the scheduler's attachment stays as it is.
+    node = start_node([GROUP], ranks=2, stage=stage)
+    node.fill(0, whole(GROUP, "bfloat16"))
+    node.store("a", TOKENS, (FROM,))
+    eventually(lambda: dram_blocks(daemon) == COUNT)
+    session = node.workers[1]._session
+    session._client.close()
+    node.step({}, {})
+    eventually(lambda: session.attached)
+    node.store("b", [7, *TOKENS], (FROM,))
+    eventually(lambda: dram_blocks(daemon) == 2 * COUNT)
+
+
+def test_a_rank_that_cannot_attach_tries_one_at_a_time_and_ever_more_seldom(start_node, daemon, monkeypatch):
+    node = start_node([GROUP])
+    node.step({}, {})
+    (worker,) = node.workers
+    tries = []
+
+    def refused(timeout: float) -> None:
+        tries.append(time.monotonic())
+        raise Refused("not today")
+
+    monkeypatch.setattr(worker._session, "attach", refused)
+    worker._session._client.close()
+
+    def tried() -> bool:
+        node.step({}, {})
+        return len(tries) > 3
+
+    eventually(tried)
+    pauses = [after - before for before, after in pairwise(tries)]
+    assert all(pause >= least for pause, least in zip(pauses, (0.1, 0.2, 0.4), strict=False))
 
 
 class CountingSession(Session):
