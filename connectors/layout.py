@@ -309,7 +309,8 @@ class Gatherer:
             return staging
         ids = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
         for layers, part in self._parts:
-            staging[:, :, layers].copy_(part.index_select(0, ids))
+            # Straight there: what it would return is as large again.
+            torch.index_select(part, 0, ids, out=staging[:, :, layers])
         return staging
 
     def put(self, gathered: torch.Tensor, slots: Slots) -> None:

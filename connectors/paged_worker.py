@@ -39,6 +39,10 @@ MOST_TIMED = 8
 """Steps that may have been timed and not yet read; more are not timed."""
 STAGED_BYTES = 256 << 20
 """Memory of the device's that saves under way and copies aside may take; what does not fit is not saved."""
+STAGED_STEPS = 2
+"""Where so many full steps make more final than that, it is as much: one that is computed and one queued behind it."""
+FREE_SHARE = 4
+"""And yet no more than one part in so many of what the engine has left free on the device."""
 
 
 @dataclass(eq=False, slots=True)
@@ -88,6 +92,7 @@ class PagedWorker(WorkerConnector):
         rank: int = 0,
         axes: str | None = None,
         stage: bool = False,
+        step_tokens: int = 0,
         limits: Limits | None = None,
     ) -> None:
         """No IO before the first plan.
@@ -96,12 +101,14 @@ class PagedWorker(WorkerConnector):
             open_session: makes this rank's session for a weights epoch; it joins what plans name.
             axes: how the shape of a tensor reads, where sizes coincide.
             stage: go through a staging buffer on the CPU too, so that saves are finished by a thread.
+            step_tokens: how many tokens one step may make final.
         """
         self._namespace = namespace
         self._open_session = open_session
         self._ranks, self._rank = ranks, rank
         self._axes = axes
         self._stage = stage
+        self._step_tokens = step_tokens
         self._limits = limits or Limits()
         # The engine's thread's, but for what _lock guards.
         self._gatherers: list[Gatherer] = []
@@ -125,6 +132,7 @@ class PagedWorker(WorkerConnector):
         self._lock = threading.Lock()
         self._stored: list[tuple[int, tuple[int, ...]]] = []
         self._staged_bytes = 0
+        self._most_staged = STAGED_BYTES
         self._attaching = False  # in the background
         self._attach_after = 0.0
         self._attach_pause = BACKOFF_FIRST_S
@@ -155,6 +163,15 @@ class PagedWorker(WorkerConnector):
             self._views.close()
             self._device = tensors[0][0].device
             self._views = PoolViews(self._device)
+        wanted = STAGED_STEPS * sum(
+            -(-self._step_tokens // group.block_tokens) * self._rank_bytes(number)
+            for number, group in enumerate(self._namespace.groups)
+        )
+        if self._device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self._device)
+            wanted = min(wanted, free // FREE_SHARE)
+        with self._lock:
+            self._most_staged = max(STAGED_BYTES, wanted)
 
     def unregister(self) -> None:
         """The tensors go: on return no copy touches them. `register` brings new ones."""
@@ -418,7 +435,6 @@ class PagedWorker(WorkerConnector):
             self._count("saves_doubted", len(mine))
             self._submit(self._abort, session, part)
             return
-        nbytes = len(mine) * self._rank_bytes(transfer.group)
         if self._device.type == "cpu" and not self._stage:
             try:
                 with session.copying(_reservation(part)) as pools:
@@ -428,34 +444,41 @@ class PagedWorker(WorkerConnector):
                 self._count("save_failures", len(mine))
                 self._submit(self._abort, session, part)
             else:
-                self._submit(self._commit, session, part, nbytes)
+                self._submit(self._commit, session, part, len(mine) * self._rank_bytes(transfer.group))
             return
-        if not self._room_for(nbytes, len(mine)):
-            self._submit(self._abort, session, part)
-            return
-        gathered = gatherer.gather(part.blocks)
-        self._submit(self._put, session, part, gathered, self._compute_event(), nbytes)
+        fitting = self._room_for(len(mine), transfer.group)
+        if fitting < len(mine):
+            self._submit(self._abort, session, _picked(part, range(fitting, len(mine))))
+        if fitting:
+            part = _picked(part, range(fitting))
+            gathered = gatherer.gather(part.blocks)
+            self._submit(self._put, session, part, gathered, self._compute_event(), gathered.nbytes)
 
-    def _room_for(self, nbytes: int, blocks: int) -> bool:
-        """Take so much of the staging memory, if it is there."""
+    def _room_for(self, blocks: int, group: int) -> int:
+        """Take staging memory for as many of the blocks as fit, and say how many.
+
+        The leading ones, since what follows a missing block cannot be found.
+        """
+        each = self._rank_bytes(group)
         with self._lock:
-            fits = self._staged_bytes + nbytes <= STAGED_BYTES
-            self._staged_bytes += nbytes if fits else 0
-            self.counters["saves_skipped"] += 0 if fits else blocks
-        return fits
+            fitting = min(blocks, max(0, self._most_staged - self._staged_bytes) // each)
+            self._staged_bytes += fitting * each
+            self.counters["saves_skipped"] += blocks - fitting
+        return fitting
 
     def _put_aside(self, aside: Aside, sound: bool) -> None:
         if not self._gatherers:
             return
         gatherer = self._gatherers[aside.group]
         mine = [i for i, index in enumerate(aside.indices) if gatherer.writes(index)]
-        nbytes = len(mine) * self._rank_bytes(aside.group)
         if not sound:
             self._count("saves_doubted", len(mine))
-        elif mine and self._room_for(nbytes, len(mine)):
+            return
+        mine = mine[: self._room_for(len(mine), aside.group)]
+        if mine:
             gathered = gatherer.gather([aside.blocks[i] for i in mine], self._take_spare(aside.group, len(mine)))
             indices = tuple(aside.indices[i] for i in mine)
-            self._asides[aside.number] = _Held(indices, gathered, self._compute_event(), nbytes)
+            self._asides[aside.number] = _Held(indices, gathered, self._compute_event(), gathered.nbytes)
 
     def _take_spare(self, group: int, blocks: int) -> Tensor | None:
         """Memory of an earlier copy aside that holds so many blocks. Where none is big enough, one makes room."""

@@ -215,6 +215,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 rank=self._rank,
                 axes="BHNC" if any(group.kind == "attention" for group in self._shape.groups) else None,
                 stage=bool(options.get("stage", False)),
+                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 limits=self._limits,
             )
             self._paged = worker

@@ -83,6 +83,7 @@ class Node:
         ranks: int = 1,
         device: str = "cpu",
         stage: bool = False,
+        step_tokens: int = 0,
         padding: int = 0,
         limits: Limits = PATIENT,
         session: type[Session] = Session,
@@ -103,6 +104,7 @@ class Node:
                 rank=rank,
                 axes="BHNC",
                 stage=stage,
+                step_tokens=step_tokens,
                 limits=limits,
             )
             mine = [
@@ -313,14 +315,33 @@ def test_a_drafters_last_block_is_not_stored_while_it_may_change(start_node, dae
     eventually(lambda: dram_blocks(daemon) == 3)
 
 
-def test_a_save_that_finds_the_buffer_full_is_left_out(start_node, daemon, monkeypatch):
-    monkeypatch.setattr("kvcascade.connectors.paged_worker.STAGED_BYTES", 2 * GROUP.block_bytes(2))
+def test_of_a_save_larger_than_the_buffer_the_leading_part_is_stored_and_later_the_rest(
+    start_node, daemon, monkeypatch
+):
+    monkeypatch.setattr("kvcascade.connectors.paged_worker.STAGED_BYTES", 3 * GROUP.block_bytes(2))
     node = start_node([GROUP], stage=True)
+    kv = whole(GROUP, "bfloat16")
+    node.fill(0, kv)
+    node.store("a", TOKENS, (FROM,))
+    assert node.workers[0].take_counters()["saves_skipped"] == COUNT - 3
+    eventually(lambda: dram_blocks(daemon) == 3)
+    node.store("b", TOKENS, (FROM,))
+    eventually(lambda: dram_blocks(daemon) == COUNT)
+    tokens, report = node.load("c", TOKENS, (TO,))
+    assert (tokens, report.failed) == (COUNT * 16, ())
+    assert torch.equal(node.content(0, 0)[list(TO)], kv[list(FROM)])
+
+
+def test_what_one_step_makes_final_fits_into_the_buffer_and_so_does_what_is_queued_behind_it(
+    start_node, daemon, monkeypatch
+):
+    monkeypatch.setattr("kvcascade.connectors.paged_worker.STAGED_BYTES", GROUP.block_bytes(2))
+    node = start_node([GROUP], stage=True, step_tokens=COUNT * 16)
     node.fill(0, whole(GROUP, "bfloat16"))
     node.store("a", TOKENS, (FROM,))
-    assert node.workers[0].take_counters()["saves_skipped"] == COUNT
-    node.store("b", TOKENS[:33], (FROM[:2],))
-    eventually(lambda: dram_blocks(daemon) == 2)
+    node.store("b", [7, *TOKENS], (FROM,))
+    assert not node.workers[0].take_counters().get("saves_skipped")
+    eventually(lambda: dram_blocks(daemon) == 2 * COUNT)
 
 
 @pytest.mark.parametrize("stage", [False, True])
