@@ -307,19 +307,25 @@ class Gatherer:
                 for target, block in zip(rows[:, :, layers], block_ids, strict=True):
                     np.copyto(target, source[block])
             return staging
-        ids = torch.tensor(block_ids, dtype=torch.int64, device=self._device)
+        ids = _ids(block_ids, self._device)
         for layers, part in self._parts:
             # Straight there: what it would return is as large again.
             torch.index_select(part, 0, ids, out=staging[:, :, layers])
         return staging
 
-    def put(self, gathered: torch.Tensor, slots: Slots) -> None:
+    def put(self, gathered: torch.Tensor, slots: Slots, wanted: Sequence[int] | None = None) -> None:
         """Copy what `gather` gave into this rank's part of `slots`, on the current stream.
 
-        Raises ValueError for lists of unlike length and for a slot that is too short or not contiguous.
+        `wanted`: only these of its blocks, by their places in it. Raises ValueError for lists of unlike length and for
+        a slot that is too short or not contiguous.
         """
-        _check_slots(slots, self._part.block_bytes, len(gathered), "blocks")
-        self._part.exchange(gathered, slots, slice(None), into_slots=True)
+        if wanted is None:
+            wanted = range(len(gathered))
+        _check_slots(slots, self._part.block_bytes, len(wanted), "blocks")
+        for first, run in _neighbours(wanted):
+            blocks = gathered[run.start : run.stop]
+            targets = _sub_slots(slots, slice(first, first + len(blocks)))
+            self._part.exchange(blocks, targets, slice(None), into_slots=True)
 
     def load(self, block_ids: Sequence[int], slots: Slots, *, stream: torch.cuda.Stream | None = None) -> None:
         """Copy this rank's part of `slots` into the engine's blocks `block_ids`, one each. Raises as `store` does.
@@ -358,7 +364,7 @@ class Gatherer:
 
     def _load_staged(self, block_ids: Sequence[int], slots: Slots) -> None:
         for chunk in self._part.chunks(len(block_ids), self._staging_bytes):
-            ids = torch.tensor(block_ids[chunk], device=self._device)
+            ids = _ids(block_ids[chunk], self._device)
             staging = self._part.staging(len(ids), self._group.layers, self._device)
             self._part.exchange(staging, _sub_slots(slots, chunk), slice(None), into_slots=False)
             for layers, part in self._parts:
@@ -402,7 +408,7 @@ def store_sequence(
         return
     for device, span in _by_device(layers):
         for chunk in part.chunks(len(blocks), STAGING_BYTES if staging_bytes is None else staging_bytes):
-            ids = torch.tensor(blocks[chunk], device=device)
+            ids = _ids(blocks[chunk], device)
             staging = part.staging(len(ids), span.stop - span.start, device)
             for layer, pair in enumerate(layers[span]):
                 for plane, tensor in enumerate(pair):
@@ -507,6 +513,25 @@ def _by_device(layers: Layers) -> Iterator[tuple[torch.device, slice]]:
         count = sum(1 for _ in run)
         yield device, slice(start, start + count)
         start += count
+
+
+def _ids(ids: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Indices on a device. From pinned memory, since else the caller waits for all that its stream has queued.
+
+    torch itself keeps that memory until the copy is done.
+    """
+    if device.type != "cuda":
+        return torch.tensor(ids, dtype=torch.int64, device=device)
+    return torch.tensor(ids, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+def _neighbours(places: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """(first, slice) for each run of places that follow one another by 1."""
+    start = 0
+    for end in range(1, len(places) + 1):
+        if end == len(places) or places[end] != places[end - 1] + 1:
+            yield start, slice(places[start], places[end - 1] + 1)
+            start = end
 
 
 def _heads_innermost(rows: NDArray[Any]) -> NDArray[Any]:

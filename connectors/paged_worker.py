@@ -515,20 +515,25 @@ class PagedWorker(WorkerConnector):
                 self._staged_bytes -= held.nbytes
             self._keep_spare(transfer.group, held.gathered)
             return
-        gathered, ready = held.gathered, held.ready
-        if len(have) < len(kept):
-            gathered = gathered[[kept[transfer.indices[i]] for i in have]]
-            ready = self._compute_event()
-        self._submit(self._put, session, _picked(transfer, have), gathered, ready, held.nbytes)
+        wanted = [kept[transfer.indices[i]] for i in have]
+        self._submit(self._put, session, _picked(transfer, have), held.gathered, held.ready, held.nbytes, wanted)
 
-    def _put(self, session: Session, part: Transfer, gathered: Tensor, ready: Any, nbytes: int) -> None:
-        """On a copying thread: from the staging buffer into the slots."""
+    def _put(
+        self,
+        session: Session,
+        part: Transfer,
+        gathered: Tensor,
+        ready: Any,
+        nbytes: int,
+        wanted: Sequence[int] | None = None,
+    ) -> None:
+        """On a copying thread: from the staging buffer, or from its places `wanted`, into the slots."""
         done = False
         try:
             with session.copying(_reservation(part)) as pools:
                 slots = self._slots(pools, part)
                 with self._behind(ready):
-                    self._gatherers[part.group].put(gathered, slots)
+                    self._gatherers[part.group].put(gathered, slots, wanted)
             done = True
         except (CascadeError, KeyError, ValueError, IndexError) as error:
             log.debug("save failed request=%s reason=%s", part.request_id, error)

@@ -168,6 +168,17 @@ def test_blocks_are_copied_aside_into_the_memory_of_earlier_ones(order: str, axe
     assert (pool == UNTOUCHED).sum() >= len(pool) - 3 * group.block_bytes(2)
 
 
+def test_some_of_what_was_copied_aside_goes_to_slots() -> None:
+    engine = gatherer(paged("LBNHC", "BHNC", GROUP), GROUP, "BHNC")
+    pool, slots = new_slots(GROUP, 4)
+    engine.put(engine.gather([5, 6, 2, 0, 4, 3]), slots, [0, 1, 3, 5])
+    for block, view in zip([5, 6, 0, 3], as_views(slots, GROUP), strict=True):
+        np.testing.assert_array_equal(view, canonical_bytes(GROUP, block))
+    assert (pool == UNTOUCHED).sum() >= len(pool) - 4 * GROUP.block_bytes(2)
+    with pytest.raises(ValueError, match="3 blocks, but 4 slots"):
+        engine.put(engine.gather([5, 6, 2, 0]), slots, [0, 1, 3])
+
+
 @pytest.mark.parametrize(
     "views", ["pages", "views", "adjacent views", "descending pages", "descending views", "tensors"]
 )
@@ -536,3 +547,22 @@ def test_blocks_on_a_device_come_and_go_on_a_stream(order: str, axes: str, place
     stream.synchronize()
     for block in (4, 1, 3):
         assert torch.equal(target[1].select(axes.index("B"), block), tensors[1].select(axes.index("B"), block))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gathering_and_loading_do_not_wait_for_what_the_device_has_to_do() -> None:
+    tensors = list(torch.stack(paged("LBNHC", "BHNC", GROUP)).to("cuda"))
+    engine = Gatherer(describe_paged(tensors, GROUP, "bfloat16", axes="BHNC"), tensors, GROUP)
+    _, slots = new_slots(GROUP, 3)
+    given = PoolSlots(torch.from_numpy(slots.pool).to("cuda"), slots.pages)
+    for queued in (0, 4_000_000_000):  # once before, for what is allocated then
+        torch.cuda.synchronize()
+        torch.cuda._sleep(queued)
+        gathered = engine.gather([4, 1, 3])
+        engine.put(gathered, given)
+        engine.load([0, 2, 5], given)
+        if queued:
+            assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+    assert torch.equal(tensors[1][[0, 2, 5]], tensors[1][[4, 1, 3]])
