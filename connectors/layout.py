@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from kvcascade.config.errors import LayoutMismatch
 from kvcascade.tiers.block import Kind, KVGroup, committers, head_range, itemsize
+from kvcascade.tiers.memory import REGISTER_CHUNK
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Slot: TypeAlias = Bytes | torch.Tensor
@@ -700,6 +701,13 @@ def _even_runs(places: Sequence[int], least: int, *, descending: bool = False) -
         start = end
 
 
+def _equal_runs(values: NDArray[np.int64]) -> Iterator[slice]:
+    """The runs of one value."""
+    edges = np.flatnonzero(np.diff(values)) + 1
+    for start, end in pairwise([0, *edges.tolist(), len(values)]):
+        yield slice(start, end)
+
+
 def _host_runs(slots: Slots, block_bytes: int, *, descending: bool = False) -> Iterator[tuple[int, Bytes]]:
     """(first, bytes [n, block_bytes]) for each run of slots that lie evenly spaced in host memory.
 
@@ -720,16 +728,22 @@ def _host_runs(slots: Slots, block_bytes: int, *, descending: bool = False) -> I
 
 
 def _torch_runs(slots: Slots, block_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """As `_host_runs`, for slots in any memory."""
+    """As `_host_runs`, for slots in any memory. No run of host memory reaches from one registration into another.
+
+    A device copies one registration's bytes only, and each run may be one copy.
+    """
     if isinstance(slots, PoolSlots) and isinstance(slots.pool, torch.Tensor):
         places = (slots.pages.astype(np.int64) << PAGE_SHIFT).tolist()
         pool = slots.pool.view(torch.uint8)
         for start, count, step in _even_runs(places, block_bytes):
             yield start, pool.as_strided((count, block_bytes), (step, 1), pool.storage_offset() + places[start])
-    elif isinstance(slots, PoolSlots) or all(isinstance(slot, np.ndarray) for slot in slots):
+    elif isinstance(slots, PoolSlots):
+        pieces = (slots.pages.astype(np.int64) << PAGE_SHIFT) // REGISTER_CHUNK
         for start, run in _host_runs(slots, block_bytes):
-            yield start, torch.from_numpy(run)
+            for piece in _equal_runs(pieces[start : start + len(run)]):
+                yield start + piece.start, torch.from_numpy(run[piece])
     else:
+        # Of several pools, as a rule: where one's registrations lie is not known here.
         for index, slot in enumerate(slots):
             tensor = torch.from_numpy(slot) if isinstance(slot, np.ndarray) else slot.view(torch.uint8)
             yield index, tensor[:block_bytes].unsqueeze(0)

@@ -168,6 +168,24 @@ def test_blocks_are_copied_aside_into_the_memory_of_earlier_ones(order: str, axe
     assert (pool == UNTOUCHED).sum() >= len(pool) - 3 * group.block_bytes(2)
 
 
+def test_no_copy_of_a_device_reaches_from_one_registration_of_host_memory_into_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slots that lie side by side are one copy; where it crosses two registrations, CUDA refuses it."""
+    stride = 2 * PAGE
+    monkeypatch.setattr(layout_module, "REGISTER_CHUNK", 4 * stride)
+    pool = np.zeros(12 * stride, np.uint8)
+    places = [1, 2, 3, 4, 5, 6, 7, 8, 10, 0]
+    runs = list(layout_module._torch_runs(PoolSlots(pool, np.array(places, np.uint32) * (stride >> 12)), stride))
+    begin = torch.from_numpy(pool).data_ptr()
+    lain = [((run.data_ptr() - begin) // stride, len(run)) for _, run in runs]
+    assert lain == [(1, 3), (4, 4), (8, 1), (10, 1), (0, 1)]
+    assert [first for first, _ in runs] == [0, 3, 7, 8, 9]
+    # Views do not say to which pool they belong.
+    views = [pool[place * stride :][:stride] for place in places]
+    assert [len(run) for _, run in layout_module._torch_runs(views, stride)] == [1] * len(places)
+
+
 def test_some_of_what_was_copied_aside_goes_to_slots() -> None:
     engine = gatherer(paged("LBNHC", "BHNC", GROUP), GROUP, "BHNC")
     pool, slots = new_slots(GROUP, 4)
