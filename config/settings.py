@@ -241,6 +241,15 @@ class Endpoint(NamedTuple):
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether the host may have an address: a name with an empty part, or one of over 63 characters, has none."""
+        try:
+            self.host.encode("idna")
+        except UnicodeError:
+            return False
+        return True
+
 
 def _endpoint(*, any_port: bool) -> Callable[[object], Endpoint | None]:
     def read(value: object) -> Endpoint | None:
@@ -255,7 +264,10 @@ def _endpoint(*, any_port: bool) -> Callable[[object], Endpoint | None]:
         port = int(found[3])
         if not (0 if any_port else 1) <= port <= 65535:
             raise ValueError(f"{port} is not a port: write one from 1 to 65535")
-        return Endpoint(found[1] or found[2], port)
+        endpoint = Endpoint(found[1] or found[2], port)
+        if not endpoint.is_possible:
+            raise ValueError(f"{endpoint.host!r} is no name of a host: its parts have 1 to 63 characters each")
+        return endpoint
 
     return read
 

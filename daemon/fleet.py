@@ -144,6 +144,7 @@ class NodeInfo:
             and address[0].isprintable()
             and isinstance(address[1], int)
             and 0 < address[1] < 65536
+            and Endpoint(*address).is_possible
         ):
             raise ProtocolError("field 'address': it is no host and port")
         texts = {name: take(values, name, str, hi=64) for name in ("name", "version", "hash_algo", "key_scheme")}

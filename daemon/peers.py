@@ -320,6 +320,8 @@ class Peers:
                 raise TierUnavailable(f"peer: {host} was not resolved in time") from None
             except OSError as error:
                 raise TierUnavailable(f"peer: {host}: {error.strerror or error}") from error
+        except ValueError as error:  # of the encoding of names
+            raise TierUnavailable(f"peer: {host!r} is no name of a host: {error}") from error
         peer.addresses = [(family, address) for family, _, _, _, address in found]
         peer.resolved_at = self._clock()
 
@@ -436,15 +438,19 @@ class Peers:
     def _connect(self, using: "_Using", peer: _Peer) -> Channel:
         trouble = TierUnavailable(f"peer: {peer.endpoint} has no address")
         for family, address in peer.addresses:
-            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock: socket.socket | None = None
             try:
+                sock = socket.socket(family, socket.SOCK_STREAM)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
                 if self._tls is not None:
                     sock = self._tls.wrap_socket(sock, do_handshake_on_connect=False)
                 channel = Channel(sock, self._secret)
             except OSError as error:
-                sock.close()
-                raise TierUnavailable(f"peer: {error}") from error
+                # A family of addresses that this machine has not is no reason against the next one.
+                if sock is not None:
+                    sock.close()
+                trouble = TierUnavailable(f"peer: {error.strerror or error}")
+                continue
             with self._lock:
                 self._open.add(channel)
             try:

@@ -506,7 +506,8 @@ async def answers(
         elif isinstance(error, CascadeError):
             errors.append(error)
         else:
-            raise error
+            log.error("a source failed", exc_info=error)
+            errors.append(TierUnavailable(str(error) or type(error).__name__))
     return told, errors
 
 

@@ -231,6 +231,13 @@ def test_settings_that_contradict_each_other_are_refused_with_the_source() -> No
         load_settings(environ={}, flags={"hbm": "64MiB"})
 
 
+@pytest.mark.parametrize("host", ["node..local", ".", "n" * 64])
+def test_a_host_that_can_have_no_address_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"peers\.advertise.*is no name of a host"):
+        load_settings(environ={}, flags={"peers-advertise": f"{host}:7400"})
+    assert load_settings(environ={}, flags={"peers-advertise": "a_b-c.d.:7400"}).peers.advertise
+
+
 def test_a_file_that_cannot_be_used_is_refused_by_its_path(tmp_path: Path) -> None:
     missing = tmp_path / "missing.toml"
     with pytest.raises(ConfigError, match=r"missing\.toml: No such file"):

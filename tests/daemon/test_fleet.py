@@ -488,6 +488,8 @@ async def test_what_waits_is_bounded(server: RedisServer, monkeypatch: pytest.Mo
         ("address", ["host"]),
         ("address", ["", 1]),
         ("address", ["h", 70000]),
+        ("address", ["node..local", 7400]),
+        ("address", ["n" * 64 + ".local", 7400]),
         ("name", "n" * 65),
         ("name", "a b"),
         ("name", ""),

@@ -480,16 +480,35 @@ async def test_connections_that_share_a_small_bandwidth_do_not_take_each_other_f
         assert server.status()["connections"] == 16
 
 
-async def test_a_name_that_has_no_address_is_a_reason() -> None:
+# Names of which no resolver is asked, too: with an empty part, and with one that is too long.
+@pytest.mark.parametrize("host", ["no-such-node.invalid", "node..local", "n" * 64 + ".local"])
+async def test_a_name_that_has_no_address_is_a_reason(host: str) -> None:
+    boot = os.urandom(16)
     async with asking() as peers:
-        reasons = await peers.fetch(Endpoint("no-such-node.invalid", 7400), os.urandom(16), jobs(HASHES), 5.0)
-        assert all("no-such-node.invalid" in str(reason) for reason in reasons)
+        reasons = await peers.fetch(Endpoint(host, 7400), boot, jobs(HASHES), 5.0)
+        assert all(host in str(reason) for reason in reasons)
+        with pytest.raises(TierUnavailable, match="left alone"):
+            await ask(peers, Endpoint(host, 7400), boot)
 
 
 async def test_a_node_is_reached_by_its_name() -> None:
     me = node("source")
     async with serving(Pool(HASHES), me) as server, asking() as peers:
         await eventually_whole(peers, Endpoint("localhost", server.endpoint.port), me.boot)
+
+
+async def test_an_address_of_a_family_that_this_machine_has_not_leaves_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resolve = socket.getaddrinfo
+
+    def one_more(*args: Any, **more: Any) -> list[Any]:
+        return [(socket.AF_X25, socket.SOCK_STREAM, 0, "", ("1", 1)), *resolve(*args, **more)]
+
+    me = node("source")
+    async with serving(Pool(HASHES), me) as server, asking() as peers:
+        monkeypatch.setattr(socket, "getaddrinfo", one_more)
+        assert await ask(peers, server.endpoint, me.boot) == len(HASHES)
 
 
 async def test_a_refusal_is_an_answer() -> None:

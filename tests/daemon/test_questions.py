@@ -13,10 +13,11 @@ from engines.node import TOKENS, Engine, Node, hashes, pattern
 from engines.redis_server import RedisServer, serve
 from engines.redis_tier import SECRET, opened
 
+from kvcascade.config.errors import TierUnavailable
 from kvcascade.config.settings import ClusterSettings, Endpoint, PeerSettings
 from kvcascade.daemon.fleet import Fleet, NodeInfo
 from kvcascade.daemon.peers import Peers
-from kvcascade.daemon.remote import Question, Remote
+from kvcascade.daemon.remote import Question, Remote, answers
 from kvcascade.daemon.sources import PeerSource, RedisSource
 from kvcascade.daemon.transfer import Transfer
 from kvcascade.tiers.redis import RedisTier
@@ -123,3 +124,33 @@ async def test_a_node_that_hangs_takes_nothing_of_redis_from_an_engine_that_comp
                 break
         assert any(answers)  # until then the node was waited for
         assert len(answers) < len(paths)
+
+
+async def test_a_source_that_fails_as_nobody_expects_keeps_no_answer_from_use(caplog: pytest.LogCaptureFixture) -> None:
+    async def told() -> int:
+        return 7
+
+    async def fails(error: Exception) -> int:
+        raise error
+
+    given, errors = await answers([fails(UnicodeError("label empty")), told(), fails(TierUnavailable("away"))])
+    assert (given, [str(error) for error in errors]) == ([7], ["label empty", "away"])
+    assert "a source failed" in caplog.text and "UnicodeError" in caplog.text
+
+
+async def test_sources_that_do_not_answer_in_time_are_errors_and_go_on_no_longer() -> None:
+    ended = asyncio.Event()
+
+    async def told() -> int:
+        return 7
+
+    async def hangs() -> int:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        raise AssertionError
+
+    given, errors = await answers([hangs(), told()], 0.05)
+    assert (given, [str(error) for error in errors]) == ([7], ["no answer in time"])
+    assert ended.is_set()
