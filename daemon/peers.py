@@ -42,6 +42,10 @@ Address = tuple[Any, ...]  # family, and what its sockets connect to
 PAUSE_FIRST_S: Final = 0.5
 PAUSE_LAST_S: Final = 30.0
 TROUBLE_S: Final = 2 * PAUSE_LAST_S  # so long a node that nobody asks any more counts as in trouble
+# So long in all a node is asked in vain, since its last answer, before it is left alone: a question of somebody in a
+# hurry may have had no time. No longer than this share of peers.deadline, of which a question has had most by then.
+VAIN_S: Final = 0.8
+VAIN: Final = 0.8
 IDLE_S: Final = 60.0  # a connection that was not used for so long is closed
 RESOLVED_S: Final = 60.0  # how long a host name's addresses are believed
 NODES: Final = 1024  # that are remembered
@@ -64,6 +68,14 @@ class _Busy(TierUnavailable):
     """No thread came round to it in time: nothing is known of the node."""
 
 
+class _Late(TierUnavailable):
+    """No answer came from `since` on, which may be no time at all."""
+
+    def __init__(self, text: str, since: float) -> None:
+        super().__init__(text)
+        self.since = since
+
+
 @dataclass(eq=False, slots=True)
 class _Peer:
     """One node, in one incarnation."""
@@ -81,6 +93,8 @@ class _Peer:
     pause: float = PAUSE_FIRST_S
     retry_at: float = 0.0
     trouble_at: float = -math.inf  # when it failed last, and not because it is over
+    vain: float = 0.0  # seconds for which it was asked in vain since its last answer
+    vain_until: float = -math.inf  # when the last of them ended
     blocks: int = 0
     nbytes: int = 0
     seconds: float = 0.0
@@ -250,7 +264,7 @@ class Peers:
         peer.seconds += seconds
         # A link that brings blocks, if not all of them in time, is slow and not away; its speed is known by now.
         if trouble and not (good and all(str(one) == f"peer: {LATE}" for one in trouble)):
-            self._failed(peer, trouble[0])
+            self._failed(peer, min(trouble, key=lambda one: one.since if isinstance(one, _Late) else -math.inf))
         else:
             self._worked(peer)
         if observe is not None and good and firsts:
@@ -269,13 +283,13 @@ class Peers:
         """Has `work` done with a connection to a node. However this ends, the thread has let go of everything then."""
         await self._resolve(peer, deadline)
         using = _Using(self, peer, deadline, silence)
-        begun = False
+        begun = math.inf
 
         def run() -> T | CascadeError:
             nonlocal begun
             if self._clock() >= deadline:
                 return _Busy("peer: other fetches took all the time")
-            begun = True
+            begun = self._clock()
             try:
                 with using as channel:
                     return work(channel)
@@ -298,10 +312,11 @@ class Peers:
             if using.info is not None:
                 self._met(using.info)
         if task.cancelled():
-            raise TierUnavailable(f"peer: {LATE}") if begun else _Busy("peer: other fetches took all the time")
+            late = begun < math.inf
+            raise _Late(f"peer: {LATE}", begun) if late else _Busy("peer: other fetches took all the time")
         result = task.result()
         if isinstance(result, CascadeError):
-            raise result
+            raise _Late(str(result), begun) if str(result) == f"peer: {LATE}" else result
         return result
 
     async def _resolve(self, peer: _Peer, deadline: float) -> None:
@@ -309,6 +324,7 @@ class Peers:
         if peer.addresses and self._clock() - peer.resolved_at < RESOLVED_S:
             return
         host, port = peer.endpoint
+        began = self._clock()
         try:
             # Nothing is waited for where the host is a number.
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
@@ -317,7 +333,7 @@ class Peers:
                 async with asyncio.timeout(max(0.0, deadline - self._clock())):
                     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
             except TimeoutError:
-                raise TierUnavailable(f"peer: {host} was not resolved in time") from None
+                raise _Late(f"peer: {host} was not resolved in time", began) from None
             except OSError as error:
                 raise TierUnavailable(f"peer: {host}: {error.strerror or error}") from error
         except ValueError as error:  # of the encoding of names
@@ -404,6 +420,12 @@ class Peers:
         self.counters["failures"] += 1
         if isinstance(error, _Busy):
             return
+        if isinstance(error, _Late):
+            now = self._clock()
+            peer.vain += max(0.0, now - max(error.since, peer.vain_until))
+            peer.vain_until = now
+            if peer.vain < min(VAIN_S, VAIN * self._settings.deadline):
+                return
         if isinstance(error, Different):
             self._met(error.info)
         text = str(error).removeprefix("peer: ")
@@ -415,7 +437,7 @@ class Peers:
         peer.pause = min(2 * peer.pause, PAUSE_LAST_S)
 
     def _worked(self, peer: _Peer) -> None:
-        peer.reason, peer.pause = "", PAUSE_FIRST_S
+        peer.reason, peer.pause, peer.vain = "", PAUSE_FIRST_S, 0.0
 
     def take_channel(self, using: "_Using", peer: _Peer) -> Channel:
         """A connection to a node, of those that are idle or a new one; for one thread."""

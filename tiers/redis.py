@@ -52,6 +52,7 @@ PROBE_S: Final = 2.0  # how often Redis is asked how it is
 PAUSE_FIRST_S: Final = 0.5  # before a probe after a failure, doubling
 PAUSE_LAST_S: Final = 30.0
 GRACE_S: Final = 0.1  # beyond its deadline, for a thread to say so itself
+ENOUGH: Final = 0.8  # of redis.deadline must be a call's own time, for a late answer to say that Redis is away
 TELL_S: Final = 10.0  # after one line of the log about Redis being away, before one for another reason
 ENDS_S: Final = 1.0  # beyond its deadlines, for the threads to end
 DAY_S: Final = 86400.0
@@ -214,10 +215,14 @@ class RedisTier:
     def _judge(self, course: Course) -> None:
         """What a call's trouble says of Redis. A large batch that was not done in time does not say that it is away.
 
-        That nothing moved for redis.deadline does, whatever came before.
+        That nothing moved for redis.deadline does, whatever came before. Nor does it say so that an answer was late for
+        a caller in a hurry, or for one that waited for our own threads: that is for a probe to tell.
         """
         for node, reason in course.trouble.items():
             if reason == LATE and (course.answers or course.firsts):
+                continue
+            if reason == LATE and not self._had_its_time(course):
+                self._trouble.set()
                 continue
             if not self._topology.is_cluster:
                 self._failed(reason)
@@ -230,6 +235,9 @@ class RedisTier:
             self._trouble.set()
         if self._nodes.away and all(node in self._nodes.away for node in self._topology.nodes):
             self._failed(next(iter(self._nodes.away.values())))
+
+    def _had_its_time(self, course: Course) -> bool:
+        return course.deadline - course.begun >= ENOUGH * self._settings.deadline
 
     def _look(self) -> _Look:
         """How all nodes are. TierUnavailable when all are away."""
@@ -492,11 +500,11 @@ class RedisTier:
         if not self.available:
             raise TierUnavailable(f"redis: {self._reason}")
         course = Course(self._clock() + min(timeout, self._settings.deadline))
-        begun = False
 
         def run() -> T:
-            nonlocal begun
-            begun = True
+            if self._clock() >= course.deadline:
+                raise TierUnavailable("redis: other questions took all the time")
+            course.begun = self._clock()
             return work(course)
 
         call = self._small.begin(run)
@@ -506,7 +514,8 @@ class RedisTier:
         finally:
             call.cancel()  # in the queue it would take others' time
         if call.cancelled():
-            if begun:
+            # A thread that does not end by its deadline hangs elsewhere, whoever's call it has.
+            if self._had_its_time(course) or self._small.longest() > self._settings.deadline + GRACE_S:
                 self._failed(LATE)
             raise TierUnavailable(f"redis: {LATE}")
         self._judge(course)
@@ -520,8 +529,13 @@ class RedisTier:
         if not jobs:
             return reasons, course
         share = -(-len(jobs) // len(self._data))
+
+        def run(numbers: Sequence[int]) -> None:
+            course.begun = min(course.begun, self._clock())
+            work(jobs, numbers, reasons, course)
+
         calls = [
-            self._data.begin(partial(work, jobs, range(start, min(start + share, len(jobs))), reasons, course))
+            self._data.begin(partial(run, range(start, min(start + share, len(jobs)))))
             for start in range(0, len(jobs), share)
         ]
         late: set[asyncio.Future[None]] = set(calls)

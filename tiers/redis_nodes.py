@@ -41,6 +41,7 @@ class Course:
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
+        self.begun = math.inf  # when a thread came round to it first
         self.answers = 0
         self.firsts: list[float] = []
         self.connecting: Node | None = None
@@ -132,7 +133,7 @@ class Nodes:
         if wire is not None and (wire.stale or not wire.idle()):
             wire.close()
         if wire is None or wire.closed:
-            made = self._topology.connect(node, min(deadline - self._clock(), silence))
+            made = self._connect(node, min(deadline - self._clock(), silence))
             with self._lock:
                 if wire is not None:
                     self._all.discard(wire)
@@ -142,6 +143,15 @@ class Nodes:
             raise TierUnavailable("redis: closed")
         wire.until(deadline, silence)
         return wire
+
+    def _connect(self, node: Node, limit: float) -> Wire:
+        began = self._clock()
+        try:
+            return self._topology.connect(node, limit)
+        except TierUnavailable as error:
+            if limit < self._settings.connect_timeout and self._clock() - began >= limit:
+                raise TierUnavailable(f"redis: {LATE}") from error  # it had less time than a connection may take
+            raise
 
     def _places(self, keys: Mapping[int, bytes], numbers: Iterable[int]) -> tuple[dict[Node, list[int]], str]:
         """Which of the numbered keys each node has; those that nobody has are left out, and why."""

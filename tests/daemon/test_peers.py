@@ -22,6 +22,7 @@ from kvcascade.daemon.peer_wire import Channel, Say
 from kvcascade.daemon.peers import TROUBLE_S, VOID, Peers
 from kvcascade.tiers.codec import Codec
 from kvcascade.tiers.remote import Secret
+from kvcascade.tiers.wire import LATE
 
 pytestmark = pytest.mark.usefixtures("nothing_leaks")
 
@@ -410,6 +411,27 @@ async def test_a_node_that_hangs_keeps_no_thread_from_the_others() -> None:
             await asyncio.wait(hung)
             # Nobody is blamed for what we gave up ourselves.
             assert all(peer["state"] == "ok" for peer in peers.status())
+
+
+async def test_a_node_is_left_alone_for_silence_and_not_for_the_hurry_of_who_asks() -> None:
+    me = node("source")
+    async with serving(Pool(HASHES), me) as server, asking() as peers:
+        with Proxy(server.endpoint.port) as proxy:
+            way = Endpoint("127.0.0.1", proxy.port)
+            await eventually_whole(peers, way, me.boot)
+            proxy.delay = 0.3
+            assert set(await peers.fetch(way, me.boot, jobs(HASHES), 0.1)) == {LATE}
+            with pytest.raises(TierUnavailable, match=LATE):
+                await peers.ask(way, me.boot, NAMESPACE, 0, HASHES[0], wait=0.0, timeout=0.1)
+            assert peers.status()[0]["state"] == "ok"
+            assert await ask(peers, way, me.boot) == len(HASHES)  # with it what was in vain is forgotten
+            proxy.hole = True
+            for _ in range(100):
+                with pytest.raises(TierUnavailable):
+                    await peers.ask(way, me.boot, NAMESPACE, 0, HASHES[0], wait=0.0, timeout=0.1)
+                if peers.status()[0]["state"] == "sick":
+                    break
+            assert peers.status()[0]["state"] == "sick"
 
 
 @pytest.mark.parametrize("after", [0.0, 0.001, 0.01, 0.05, 0.1, 0.2])

@@ -179,6 +179,32 @@ async def test_a_redis_that_does_not_answer_costs_its_deadline(server: RedisServ
         assert await tier.fetch(fetches(range(2)), 5) == [None, None]
 
 
+async def test_a_question_that_waits_for_our_own_others_says_nothing_of_redis(server: RedisServer) -> None:
+    asked, go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slowly() -> Iterator[BlockName]:
+        loop.call_soon_threadsafe(asked.set)
+        go_on.wait(60)
+        yield name(0)
+
+    async with opened(server.url, deadline="30s") as tier:
+        await tier.store(sends(range(1)), 30.0)
+        first = asyncio.create_task(tier.present(slowly(), 30.0))
+        await asked.wait()
+        waits = asyncio.create_task(tier.present([name(0)], 0.05))
+        with pytest.raises(TierUnavailable):
+            await waits
+        # One whose turn comes when its time is over.
+        late = asyncio.create_task(tier.present([name(0)], 0.05))
+        await asyncio.sleep(0.08)
+        go_on.set()
+        assert await first == 1
+        with pytest.raises(TierUnavailable):
+            await late
+        assert tier.available and not tier.counters["failures"]
+
+
 async def test_a_wrong_password_is_a_state(tmp_path: Path) -> None:
     password = tmp_path / "password"
     password.write_text("right\n")

@@ -18,6 +18,7 @@ from engines.redis_tier import SIZE, available, check, fetches, name, opened, pa
 from kvcascade.config.errors import TierUnavailable
 from kvcascade.tiers.redis import RedisTier
 from kvcascade.tiers.remote import Fetch
+from kvcascade.tiers.wire import LATE
 
 BIG = 2 << 20
 T = TypeVar("T")
@@ -199,6 +200,19 @@ async def test_a_link_that_goes_dead_is_given_up_long_before_the_whole_deadline(
         proxy.hole, proxy.rate = False, 0
         await available(tier)
         assert await tier.store(sends(range(16), BIG), 60) == [None] * 16
+
+
+async def test_an_answer_that_is_late_for_somebody_in_a_hurry_does_not_say_that_redis_is_away(
+    server: RedisServer, proxy: Proxy
+) -> None:
+    async with opened(url(proxy), deadline="30s") as tier:
+        await tier.store(sends(range(2)), 30.0)
+        proxy.delay = 0.3
+        assert await tier.fetch(fetches(range(2)), 0.1) == [LATE, LATE]
+        with pytest.raises(TierUnavailable, match=LATE):
+            await tier.present([name(0)], 0.1)
+        assert tier.available and not tier.counters["failures"]
+        assert await tier.present([name(0)], 30.0) == 1
 
 
 @pytest.mark.parametrize("way", ["fetch", "store"])
