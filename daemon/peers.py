@@ -10,7 +10,6 @@ One node may have a few exchanges at a time and no more, so that one that hangs 
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 import socket
@@ -55,6 +54,7 @@ DATA_NODES: Final = 4  # may send payloads at one time
 ASKING: Final = 16  # questions at one time
 ASKING_ONE: Final = 4  # of one node
 WAITING: Final = 32  # questions whose answer may take long, at one time: hand-offs
+WAITING_ONE: Final = 12  # of one node
 VOID: Final = "handed on at its source while it was sent"
 # After these the length of what follows a header is not known.
 OUT_OF_STEP: Final = frozenset({"no value of ours", "another format version", "another block", "another length"})
@@ -84,6 +84,7 @@ class _Peer:
     boot: bytes
     data: asyncio.Semaphore
     asking: asyncio.Semaphore
+    waiting: asyncio.Semaphore
     name: str = ""
     idle: list[tuple[float, Channel]] = field(default_factory=list)  # under `Peers._lock`
     forgotten: bool = False  # under `Peers._lock`
@@ -200,7 +201,7 @@ class Peers:
             return take(values, "count", int, lo=0)
 
         # Those that may wait do not keep a thread from those that will not.
-        workers, turns = (self._waiting, None) if wait else (self._asking, peer.asking)
+        workers, turns = (self._waiting, peer.waiting) if wait else (self._asking, peer.asking)
         try:
             count = await self._exchange(workers, turns, peer, deadline, work)
         except CascadeError as error:
@@ -274,7 +275,7 @@ class Peers:
     async def _exchange(
         self,
         workers: Workers,
-        turns: asyncio.Semaphore | None,
+        turns: asyncio.Semaphore,
         peer: _Peer,
         deadline: float,
         work: Callable[[Channel], T],
@@ -298,7 +299,7 @@ class Peers:
                 return error
 
         async def in_turn() -> T | CascadeError:
-            async with turns or contextlib.nullcontext():
+            async with turns:
                 return (await workers.run([run]))[0]
 
         task = asyncio.create_task(in_turn())
@@ -402,8 +403,8 @@ class Peers:
                     for _, channel in old.idle:
                         channel.close()
                         self._open.discard(channel)
-            turns = asyncio.Semaphore(self._settings.threads), asyncio.Semaphore(ASKING_ONE)
-            peer = self._peers[key] = _Peer(endpoint, boot, *turns)
+            data, asking, waiting = map(asyncio.Semaphore, (self._settings.threads, ASKING_ONE, WAITING_ONE))
+            peer = self._peers[key] = _Peer(endpoint, boot, data, asking, waiting)
         self._peers.move_to_end(key)
         return peer
 

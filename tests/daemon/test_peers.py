@@ -401,10 +401,12 @@ async def test_a_node_that_hangs_keeps_no_thread_from_the_others() -> None:
             hung: list[asyncio.Task[Any]] = [
                 *(asyncio.create_task(peers.fetch(hole, me.boot, jobs(HASHES), 30.0)) for _ in range(20)),
                 *(asyncio.create_task(ask(peers, hole, me.boot)) for _ in range(40)),
+                *(asyncio.create_task(ask(peers, hole, me.boot, wait=20.0)) for _ in range(40)),
             ]
-            await until(lambda: proxy.connections >= 6)
+            await until(lambda: proxy.connections >= 18)
             await eventually_whole(peers, server.endpoint, me.boot)
             assert await ask(peers, server.endpoint, me.boot) == len(HASHES)
+            assert await ask(peers, server.endpoint, me.boot, wait=20.0) == len(HASHES)
             assert not any(one.done() for one in hung)
             for one in hung:
                 one.cancel()
