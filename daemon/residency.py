@@ -67,6 +67,7 @@ class Residency:
         self.wake: Callable[[], None] = lambda: None  # called when the cleaner may have work
         self.grew: Callable[[], None] = lambda: None  # called when memory has come online
         self.landed: Callable[[U32], None] = lambda rows: None  # called with rows whose whole blocks now lie in DRAM
+        self.leaving: Callable[[U32], None] = lambda rows: None  # called with rows that are about to make room in DRAM
         self.reserved: Callable[[Space, U32], None] = lambda space, pages: None  # DRAM slots that engines will write
         self.give_up: Callable[[U32], None] = lambda rows: None
         self._space_of: dict[tuple[bytes, int], Space] = {}
@@ -196,6 +197,7 @@ class Residency:
         """Frees up to `count` DRAM slots of a class; returns how many."""
         mine = self.classes[size_class]
         victims = mine.clean_victims.take(count)
+        self.leaving(victims)
         self._drop_dram(victims)
         self.counters["evicted_blocks"] += len(victims)
         if len(victims) < count and drop:
@@ -215,6 +217,7 @@ class Residency:
     def _drop_dirty(self, size_class: SizeClass, count: int) -> U32:
         """Forgets the oldest dirty leaves: the cleaner fell behind, or there is nothing below. Returns which."""
         rows = size_class.dirty_victims.take(count)
+        self.leaving(rows)
         elsewhere = self.index.hbm[rows] != NO_SLOT
         self._drop_dram(rows[elsewhere])
         leaves = rows[~elsewhere]

@@ -49,7 +49,7 @@ STEP = 16  # every so many blocks of a chain one is named in the directory
 RENEW_BLOCKS = 4096  # of one lookup at most
 EVICTING_S = 60  # so old a mark is in doubt while Redis evicts
 ASK_AGAIN_S = 5.0  # how long Redis is not asked what it has when it could not tell, or did not take what it lacked
-IDLE_S = 1.0  # how often blocks that are about to be evicted are looked for
+IDLE_S = 1.0  # how often blocks that are about to be evicted are looked for, at the least
 ANNOUNCE_PAUSE_S = 0.01  # between the pieces of what is named after a start
 ANNOUNCE_PIECE = 1024
 AGAIN_S = 5.0
@@ -71,7 +71,7 @@ class Sharing:
         slack: int,
         timeout: float,
     ) -> None:
-        """`slack`: bytes of DRAM that are free or clean at least; below it "on-evict" copies the oldest blocks.
+        """`slack`: "on-evict" copies the oldest blocks, as many as hold what is lacking to so many free bytes of DRAM.
 
         `timeout`: how long a batch of blocks may take on its way.
         """
@@ -92,6 +92,8 @@ class Sharing:
         self._announcing: asyncio.Task[None] | None = None
         self._paused = False
         self._ask_at = 0.0  # of `_now`: no sooner
+        self._moved = 0  # bytes that came to or left DRAM since its oldest blocks were looked at
+        self._look = asyncio.Event()
         self.counters: Counter[str] = Counter()
 
     async def __aenter__(self) -> Self:
@@ -100,6 +102,7 @@ class Sharing:
         if self._redis is not None:
             self._tasks.append(asyncio.create_task(self._send_queued(), name="share"))
             if self._settings.write_policy == "on-evict":
+                self._cache.residency.leaving = self._leaving
                 self._tasks.append(asyncio.create_task(self._watch_dram(), name="share before eviction"))
         if self._fleet is not None:
             self._fleet.forgotten = self._announce_again
@@ -109,6 +112,7 @@ class Sharing:
     async def __aexit__(self, *_: object) -> None:
         self._cache.became_ready = lambda reservation, entries: None
         self._cache.was_used = lambda space, rows: None
+        self._cache.residency.leaving = lambda rows: None
         if self._fleet is not None:
             self._fleet.forgotten = lambda: None
         tasks = [*self._tasks, *self._renewals, *filter(None, [self._announcing])]
@@ -133,7 +137,7 @@ class Sharing:
     async def flush(self) -> None:
         """Returns when all that waits has been sent or given up; for an orderly end."""
         if self._redis is not None and self._settings.write_policy == "on-evict":
-            self._enqueue_oldest(QUEUE_BLOCKS)
+            self._enqueue_oldest(self._cache.residency.dram.pool.capacity)
         while self._queue and self._redis is not None and self._redis.available:
             self._work.set()
             await asyncio.sleep(0.01)
@@ -161,6 +165,7 @@ class Sharing:
             self._cache.residency.index.shared_at[rows] = self._now()
         elif reservation.source is None and self._settings.write_policy == "through":
             self._enqueue(space, rows[self._cache.residency.index.shared_at[rows] == 0])
+        self._note_moved(len(rows) * space.slot_bytes)
 
     def _was_used(self, space: Space, rows: U32) -> None:
         if not len(rows) or space.namespace.hash_algo not in CRYPTOGRAPHIC:
@@ -307,6 +312,7 @@ class Sharing:
             space, row, key = self._queue.popleft()
             there = index.state[row] == RowState.READY and index.space[row] == space.number
             if not there or index.key[row].tobytes() != key:
+                self.counters["share_dropped_blocks"] += 1
                 continue  # it is gone, and its row another block's
             if index.dram[row] == NO_SLOT:
                 index.shared_at[row] = 0
@@ -342,22 +348,63 @@ class Sharing:
             residency.free_doomed(np.unique(held))
             residency.wake()
 
+    # ---- "on-evict"
+
+    def _note_moved(self, size: int) -> None:
+        """So often that what leaves between two looks at the oldest blocks is a part of the slack."""
+        self._moved += size
+        if self._moved >= self._slack // 4:
+            self._look.set()
+
+    def _leaving(self, rows: U32) -> None:
+        """These rows make room in DRAM: what Redis has not been sent by now it is not sent any more."""
+        index = self._cache.residency.index
+        lacking = index.shared_at[rows] <= max(self._lost_at(), self._now() - self._settings.ttl)
+        lacking &= index.hbm[rows] == NO_SLOT  # it passes through DRAM again
+        if lacking.any():
+            spaces = self._cache.residency.spaces
+            counts = np.bincount(index.space[rows[lacking]]).tolist()
+            missed = sum(n for number, n in enumerate(counts) if spaces[number].namespace.hash_algo in CRYPTOGRAPHIC)
+            self.counters["share_missed_blocks"] += missed
+        self._note_moved(int(self._slot_bytes(rows).sum()))
+
     async def _watch_dram(self) -> None:
         """Copies the oldest blocks in DRAM to Redis before they have to go."""
         while True:
-            await asyncio.sleep(IDLE_S)
-            pool = self._cache.residency.dram.pool
-            used = sum((counts.total - counts.free) * size for size, counts in pool.counts().items())
-            if not self._paused and pool.capacity - used < self._slack:
-                self._enqueue_oldest(SEND_BLOCKS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_S):
+                    await self._look.wait()
+            self._look.clear()
+            self._moved = 0
+            try:
+                pool = self._cache.residency.dram.pool
+                used = sum((counts.total - counts.free) * size for size, counts in pool.counts().items())
+                short = self._slack - (pool.capacity - used)
+                if short > 0 and not self._paused and self._redis_takes():
+                    self._enqueue_oldest(short)
+            except Exception:
+                log.exception("the oldest blocks in DRAM are not copied to Redis now")
 
-    def _enqueue_oldest(self, count: int) -> None:
-        index, high, now = self._cache.residency.index, self._cache.residency.index.high, self._now()
-        alone = (index.dram[:high] != NO_SLOT) & (index.state[:high] == RowState.READY)
-        alone &= index.shared_at[:high] <= max(self._lost_at(), now - self._settings.ttl)
-        rows = np.flatnonzero(alone).astype(np.uint32)
-        rows = rows[np.argsort(index.stamp[rows])[:count]]
+    def _slot_bytes(self, rows: U32) -> npt.NDArray[np.int64]:
+        residency = self._cache.residency
+        sizes = np.array([one.slot_bytes for one in residency.classes], dtype=np.int64)
+        return sizes[residency.index.size_class[rows]]
+
+    def _enqueue_oldest(self, size: int) -> None:
+        """Of the oldest blocks in DRAM that hold `size` bytes, those that Redis has not."""
+        residency, now = self._cache.residency, self._now()
+        index = residency.index
+        rows = np.flatnonzero(residency.resident(Tier.DRAM)).astype(np.uint32)
+        if not len(rows):
+            return
+        most = size // min(one.slot_bytes for one in residency.classes) + 1
+        if most < len(rows):
+            rows = rows[np.argpartition(index.stamp[rows], most)[:most]]
+        rows = rows[np.argsort(index.stamp[rows])]
+        before = np.cumsum(self._slot_bytes(rows)) - self._slot_bytes(rows)
+        rows = rows[before < size]
+        rows = rows[index.shared_at[rows] <= max(self._lost_at(), now - self._settings.ttl)]
         for number in np.unique(index.space[rows]).tolist():
-            space = self._cache.residency.spaces[number]
+            space = residency.spaces[number]
             if space.namespace.hash_algo in CRYPTOGRAPHIC:
                 self._enqueue(space, rows[index.space[rows] == number])
