@@ -93,7 +93,11 @@ class Cluster:
         if settings.redis.url:
             await self._open_redis(stack)
         directory = self.fleet if settings.redis.store in ("directory", "both") else None
-        self._peer_source = PeerSource(self.peers, directory, self._secret)
+        # A node that has neither secret nor certificate could be anybody.
+        proven = self._secret.shared or settings.peers.tls_cert is not None
+        self._peer_source = PeerSource(
+            self.peers, directory, self._secret, address_of=None if proven else self._address_of
+        )
         self._sources.append(self._peer_source)
         self.remote = await stack.enter_async_context(
             Remote(settings.cluster, daemon.cache, daemon.transfer, self._sources, clock=daemon.clock)
@@ -140,6 +144,12 @@ class Cluster:
         if self._settings.peers.advertise is not None:
             return self._settings.peers.advertise
         return self.server.endpoint
+
+    async def _address_of(self, boot: bytes, timeout: float) -> Endpoint | None:
+        """Where an incarnation is, by what is known without its own word."""
+        if boot == self._daemon.boot:
+            return self.address
+        return None if self.fleet is None else await self.fleet.address_of(boot, timeout)
 
     def _namespaces(self) -> list[Namespace]:
         """Those of the engines that are attached, which may leave the node."""

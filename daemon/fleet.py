@@ -449,6 +449,11 @@ class Fleet:
                     self._gone.pop(boot, None)
         return {boot: self._known[boot].info for boot in boots if boot in self._known}
 
+    async def address_of(self, boot: bytes, timeout: float) -> Endpoint | None:
+        """Where the living node of this incarnation serves others, by its record; None where there is none."""
+        nodes = await self._nodes([boot], timeout)
+        return nodes[boot].address if boot in nodes else None
+
     def _learn(self, boot: bytes, record: bytes | None, now: float) -> bool:
         """Whether this is the record of a living node, with which things can be shared or not."""
         if not record:

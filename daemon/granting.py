@@ -59,7 +59,7 @@ class Ticket:
     """Where a handed-off prefix lies: a node's address and incarnation. Travels with a request as opaque bytes.
 
     Clients may see and change what travels with a request. The fleet's secret proves that a node of it wrote a ticket,
-    so that nobody else has a daemon connect to where they wish.
+    so that nobody else has a daemon connect to where they wish. Without one the tag proves nothing: see `PeerSource`.
     """
 
     node: str

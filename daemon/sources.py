@@ -2,9 +2,10 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
+from kvcascade.config.errors import Refused
 from kvcascade.config.settings import Endpoint
 from kvcascade.tiers.redis import RedisTier
 from kvcascade.tiers.remote import BlockName, Fetch, Secret
@@ -20,6 +21,7 @@ from .remote import Found, answers
 log = logging.getLogger("kvcascade.sources")
 
 CANDIDATES = 2  # nodes that are asked exactly, of those that the directory names
+DOUBTED = 64  # addresses that are told of once
 LINKS = 1024  # nodes whose speed is remembered
 # A node that has served this one before answers a question in about the latency of its link. One that takes so many
 # times as long, and a while that busy machines may take, hangs: waiting for it on would cost the other sources, or the
@@ -57,11 +59,23 @@ class PeerSource:
 
     tier = Tier.PEER
 
-    def __init__(self, peers: Peers, fleet: Fleet | None, secret: Secret) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        fleet: Fleet | None,
+        secret: Secret,
+        *,
+        address_of: Callable[[bytes, float], Awaitable[Endpoint | None]] | None = None,
+    ) -> None:
+        """`address_of`: where an incarnation is known to be, within so many seconds; no ticket is believed that says
+        otherwise. None where a ticket's tag, or the other side's certificate, is proof enough.
+        """
         self._peers = peers
         self._secret = secret
         self._fleet = fleet
+        self._address_of = address_of
         self.links: dict[bytes, Link] = {}
+        self._doubted: set[Endpoint] = set()  # that the log has named
 
     async def find(self, space: Space, hashes: bytes, ticket: bytes, timeout: float) -> list[Found]:
         """What the nodes have that the directory or a ticket names, by their own word.
@@ -70,6 +84,7 @@ class PeerSource:
         """
         if ticket:
             named = Ticket.unpack(ticket, self._secret)
+            await self._believe(named, timeout)
             # So long for blocks that are still being stored there.
             return [await self._ask(named.node, named.endpoint, named.boot, space, hashes, timeout, 1.5 * timeout)]
         if self._fleet is None:
@@ -85,6 +100,26 @@ class PeerSource:
         if not founds and errors:
             raise errors[0]
         return [one for one in founds if one.blocks]
+
+    async def _believe(self, ticket: Ticket, timeout: float) -> None:
+        """Refused for a ticket that anybody may have written, if nothing else says that its node is there.
+
+        Whoever may name an address has this node connect there, and take the bytes for what a prompt's hashes name.
+        """
+        if self._address_of is None:
+            return
+        address = await self._address_of(ticket.boot, timeout)
+        if address == ticket.endpoint:
+            return
+        known = "no node is known there" if address is None else f"that node is at {address}"
+        error = Refused(
+            f"field 'ticket': a hand-off names {ticket.endpoint}, but {known}: give all nodes one cluster.secret_file, "
+            "or have them meet in one Redis"
+        )
+        if ticket.endpoint not in self._doubted:
+            log.warning("a hand-off is not believed reason=%s", error)
+            self._doubted = {*self._doubted, ticket.endpoint} if len(self._doubted) < DOUBTED else {ticket.endpoint}
+        raise error
 
     async def _ask(
         self, name: str, endpoint: Endpoint, boot: bytes, space: Space, hashes: bytes, wait: float, timeout: float

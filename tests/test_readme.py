@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from engines import redis_server
+from engines.nodes import secret_file
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -104,7 +105,8 @@ def test_the_line_for_several_nodes_serves(start_daemon: Any, tmp_path: Path) ->
 
 
 def test_the_lines_for_a_hand_off_hand_a_prefix_off(start_daemon: Any) -> None:
-    first, second = (start_daemon(peers_listen="127.0.0.1:0", cluster_node=name) for name in ("a", "b"))
+    usual = {"peers_listen": "127.0.0.1:0", "cluster_secret_file": secret_file()}
+    first, second = (start_daemon(cluster_node=name, **usual) for name in ("a", "b"))
     model, ids = tiny_model(), torch.arange(1, 81)[None]
     give, take = re.findall(r"^(?:ticket|prompt) = prefixes\..*ticket.*|^ticket = .*", README, re.M)
     with PrefixCache(model, socket=first.socket) as here, PrefixCache(model, socket=second.socket) as there:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines.nodes import secret_file
 from engines.redis_server import serve
 from engines.scripted import eventually
 from engines.scripted import prompt as other
@@ -87,6 +88,7 @@ def start_decode(decode_process: Vllm, tiny_model: Path) -> Iterator[Callable[..
 def start_node(start_daemon: Callable[..., Any]) -> Callable[..., Any]:
     def start(name: str, **flags: str) -> Any:
         here = {"cluster_node": name, "peers_listen": "127.0.0.1:0", "cluster_fetch": "always", "daemon_seed": "0"}
+        here["cluster_secret_file"] = secret_file()
         return start_daemon(**here | flags)
 
     return start

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from engines.nodes import secret_file
 from engines.scripted import eventually
 from engines.vllm_server import Server, serving, vllm_command, vllm_variables
 
@@ -85,10 +86,9 @@ def proxy_command(python: Path, prefill: Server, decode: Server) -> list[str | P
 def test_prefill_on_one_rank_and_decode_on_two_and_the_other_way(
     vllm_python: Path, vllm_path: list[Path], tiny_model: Path, start_daemon: Any, tmp_path: Path
 ) -> None:
-    nodes = [
-        start_daemon(cluster_node=name, peers_listen="127.0.0.1:0", cluster_fetch="always", daemon_seed="0")
-        for name in ("a", "b")
-    ]
+    usual = {"peers_listen": "127.0.0.1:0", "cluster_fetch": "always", "daemon_seed": "0"}
+    usual["cluster_secret_file"] = secret_file()
+    nodes = [start_daemon(cluster_node=name, **usual) for name in ("a", "b")]
     model = with_words(tiny_model, tmp_path / "model")
     with ExitStack() as stack:
         servers = []

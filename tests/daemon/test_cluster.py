@@ -453,6 +453,33 @@ def test_nobody_without_the_secret_has_a_node_connect_where_they_wish(
     assert fetch(reader, tokens, "good", ticket=ticket)["loaded"] == BLOCKS
 
 
+@pytest.mark.parametrize("known", ["not at all", "payload", "directory"])
+def test_without_a_secret_a_hand_off_names_nobody_but_nodes_that_redis_knows(
+    start_daemon: Start, start_engine: Start, redis: RedisServer, known: str
+) -> None:
+    """Whoever has a node connect to them could plant bytes under the hashes of other engines' prompts."""
+    where = None if known == "not at all" else redis
+    flags = {"cluster_secret_file": "", "redis_write_policy": "on-evict"} | ({"redis_store": known} if where else {})
+    a, b = (node(start_daemon, where, name, **flags) for name in "ab")
+    writer, reader = start_engine(a), start_engine(b)
+    tokens = prompt("one", BLOCKS)
+    writer.store(tokens)
+    ticket = writer.hand_off(tokens)
+    true = Ticket.unpack(ticket, Secret())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.5)
+        here = Endpoint("127.0.0.1", listener.getsockname()[1])
+        for number, boot in enumerate((true.boot, b"x" * 16)):
+            forged = Ticket("a", boot, here).pack(Secret())
+            assert fetch(reader, tokens[16 * number :], f"{number}", ticket=forged)["matched"] == 0
+        with pytest.raises(TimeoutError):
+            listener.accept()
+    assert b.status()["cluster"]["peers"] == []
+    assert f"a hand-off names {here}" in b.log.read_text() and "cluster.secret_file" in b.log.read_text()
+    taken = eventually(lambda: fetch(reader, tokens, "good", ticket=ticket)["tiers"]) if where else []
+    assert taken == (["PEER"] * BLOCKS if where else [])
+
+
 def test_recomputing_that_is_quicker_is_left_to_the_engine(
     start_daemon: Start, start_engine: Start, redis: RedisServer
 ) -> None:

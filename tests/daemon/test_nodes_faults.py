@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines.nodes import BLOCKS, Start, absence_forgotten, fetch, fetched, node, stored
+from engines.nodes import BLOCKS, SECRET, Start, absence_forgotten, fetch, fetched, node, stored
 from engines.proxy import Proxy
 from engines.redis_server import RedisServer, free_port, serve
 from engines.scripted import eventually, prompt
@@ -274,7 +274,7 @@ def test_a_peer_that_speaks_another_protocol_is_told_and_costs_a_miss(
     tokens = prompt("one", BLOCKS)
     writer.store(tokens)
     with answering(STRANGERS[what]) as port:
-        ticket = Ticket("stranger", b"x" * 16, Endpoint("127.0.0.1", port)).pack(Secret())
+        ticket = Ticket("stranger", b"x" * 16, Endpoint("127.0.0.1", port)).pack(Secret(SECRET))
         assert fetch(reader, tokens, "1", ticket=ticket)["loaded"] == 0
         (peer,) = b.status()["cluster"]["peers"]
         assert peer["endpoint"] == f"127.0.0.1:{port}" and peer["state"] == "sick" and peer["reason"]
@@ -361,6 +361,8 @@ def test_status_lists_some_of_very_many_nodes_and_the_latest_of_them(start_daemo
     nobody = Endpoint("127.0.0.1", free_port())
     for number in range(300):
         boot = number.to_bytes(16, "big")
-        reader.lookup(prompt("one", 1), f"{number}", ticket=Ticket("n", boot, nobody).pack(Secret()), wait_ms=1000)
+        reader.lookup(
+            prompt("one", 1), f"{number}", ticket=Ticket("n", boot, nobody).pack(Secret(SECRET)), wait_ms=1000
+        )
     listed = [int(peer["boot"], 16) for peer in b.status()["cluster"]["peers"]]
     assert listed == list(range(300 - 256, 300))

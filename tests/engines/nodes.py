@@ -1,7 +1,11 @@
 """Nodes of a fleet under test: real daemons that share by a Redis or as peers, and what their engines fetch."""
 
+import atexit
+import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from engines.redis_server import RedisServer
@@ -13,8 +17,21 @@ Start = Callable[..., Any]
 BLOCKS = 40
 
 
+SECRET = b"what all nodes of a fleet under test know"
+
+
+@cache
+def secret_file() -> str:
+    """A file with `SECRET`, for this process: hand-offs between nodes without a Redis need one."""
+    with tempfile.NamedTemporaryFile(prefix="kvc-secret-", delete=False) as file:
+        file.write(SECRET)
+    atexit.register(Path(file.name).unlink)
+    return file.name
+
+
 def node(start_daemon: Start, redis: RedisServer | None, name: str, **flags: str) -> Any:
-    where = {} if redis is None else {"redis_url": redis.url, "redis_deadline": "1s"}
+    known = {"cluster_secret_file": secret_file()}
+    where = known if redis is None else {"redis_url": redis.url, "redis_deadline": "1s"}
     usual = {"daemon_seed": "0", "cluster_fetch": "always", "peers_listen": "127.0.0.1:0"}
     return start_daemon(cluster_node=name, **{**usual, **where, **flags})
 
