@@ -277,13 +277,15 @@ class Cache:
     def hold(self, attachment: Attachment, space: Space, keys: U64, seconds: float, *, pending: bool = False) -> Lease:
         """A lease on the leading blocks of a piece of a chain that are ready here (`pending`: or being stored here).
 
+        It ends where the next one asked for is not the child of the one before.
+
         For other nodes: no hit is counted, what is fetched from elsewhere is not passed on, and the piece may begin in
         the middle of its chain. The lease may be empty.
         """
         index = self.residency.index
         rows = index.find(space.number, keys)
         good = rows != NO_ROW
-        rows = rows if good.all() else rows[: int(good.argmin())]
+        rows = self.residency.chained(rows if good.all() else rows[: int(good.argmin())])
         foreign = (position for position, source in self._pending(rows) if source is not None or not pending)
         rows = rows[: next(foreign, len(rows))]
         rows = rows[: self._budget(attachment, space, None)]

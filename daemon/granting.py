@@ -150,7 +150,7 @@ class Granting:
                 count += self._ready(space, keys[count:])
         rows = index.find(space.number, keys[:count])
         ready = residency.is_ready(rows)
-        rows = rows if ready.all() else rows[: int(ready.argmin())]
+        rows = residency.chained(rows if ready.all() else rows[: int(ready.argmin())])
         index.touch_up(rows)
         return len(rows)
 

@@ -131,6 +131,14 @@ class Residency:
             good &= index.state[rows] == RowState.READY
         return rows if good.all() else rows[: int(good.argmin())]
 
+    def chained(self, rows: U32) -> U32:
+        """The leading ones of these rows that follow each other in one chain, which may begin above them.
+
+        Others may claim any order: rows that are taken for a chain are stamped, and pinned once each, as one.
+        """
+        good: Mask = self.index.parent[rows[1:]] == rows[:-1]
+        return rows if good.all() else rows[: int(good.argmin()) + 1]
+
     def tiers_of(self, rows: U32) -> U8:
         tiers = np.full(len(rows), Tier.DISK, dtype=np.uint8)
         tiers[self.index.dram[rows] != NO_SLOT] = Tier.DRAM

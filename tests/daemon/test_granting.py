@@ -68,3 +68,26 @@ async def test_a_prefix_whose_storing_is_given_up_is_waited_for_no_longer(node: 
     engine.commit(reserved.lease, list(range(10)))
     engine.abort(reserved.lease, list(range(10, 40)))
     assert await waiting == 10
+
+
+@pytest.mark.parametrize(
+    ("asked", "chained"),
+    [([0, 1, 2, 3], 4), ([3, 4, 5], 3), ([7, 6, 5, 4], 1), ([2, 2, 2], 1), ([0, 1, 5, 6], 2), ([], 0)],
+)
+async def test_a_chain_is_taken_for_one_as_far_as_it_is_one(node: Node, asked: list[int], chained: int) -> None:
+    """Another node may ask for anything: stamps, by which blocks are evicted, and pins keep the chain's true order."""
+    engine = node.engine()
+    path = tuple(range(8))
+    reserved = engine.reserve(path)
+    engine.commit(reserved.lease, range(8))
+    own = engine.hashes(path)
+    hashes = b"".join(own[number * 32 : (number + 1) * 32] for number in asked)
+    count = await granting(node).leading(engine.space.fingerprint, engine.space.group, hashes, wait=0.0)
+    assert count == chained
+    assert node.cache.check() == []
+    keys = node.residency.keys(engine.space, hashes)
+    lease = node.cache.hold(engine.attachment, engine.space, keys, 60.0)
+    assert len(lease.rows) == chained
+    assert node.cache.check() == []
+    engine.release(lease.number)
+    assert not node.residency.index.pins.any()
