@@ -42,7 +42,7 @@ ELSEWHERE = {"connectors/vllm.py", "connectors/vllm_model.py", "connectors/vllm_
 ONLY_IN = {
     "cuda": {"tiers/memory.py"},
     "torch": {"tiers/memory.py"},
-    "transformers": {"connectors/huggingface.py", "daemon/cli.py"},
+    "transformers": {"connectors/huggingface.py", "connectors/huggingface_model.py", "daemon/cli.py"},
     "vllm": ELSEWHERE,
     "huggingface_hub": {"connectors/vllm_model.py"},
     "redis": {"tiers/redis_wire.py"},

@@ -20,14 +20,8 @@ transformers = pytest.importorskip("transformers")
 
 from kvcascade.config.errors import LayoutMismatch  # noqa: E402
 from kvcascade.connectors import huggingface  # noqa: E402
-from kvcascade.connectors.huggingface import (  # noqa: E402
-    Loaded,
-    PrefixCache,
-    check_cache,
-    kv_shape,
-    namespace_of,
-    weights_digest,
-)
+from kvcascade.connectors.huggingface import Loaded, PrefixCache  # noqa: E402
+from kvcascade.connectors.huggingface_model import check_cache, kv_shape, namespace_of, weights_digest  # noqa: E402
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
