@@ -37,7 +37,7 @@ OTHERS = {
     "connectors": {"numpy", "torch"},
 }
 # Their engine is installed elsewhere; tests/connectors/test_vllm*.py run them.
-ELSEWHERE = {"connectors/vllm.py", "connectors/vllm_model.py", "connectors/vllm_pages.py", "connectors/vllm_tier.py"}
+ELSEWHERE = {f"connectors/{name}.py" for name in ("vllm", "vllm_metrics", "vllm_model", "vllm_pages", "vllm_tier")}
 # Engines, devices and the like live in one file each.
 ONLY_IN = {
     "cuda": {"tiers/memory.py"},
