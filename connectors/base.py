@@ -28,7 +28,7 @@ The rules, for every engine:
 3. Only final tokens are stored: those whose KV is computed and that no draft's rejection can take back
    (`final_tokens`).
 4. A preempted request's saves are finished or given up before its blocks are reused (`TransferBook.preempt`).
-5. Results are reported once, and never after the engine dropped the request (`TransferBook`).
+5. Results are reported once, and never after the engine dropped the request (`transfer_book.py`).
 6. Nothing raises into serving (`SafeScheduler`, `SafeWorker`). Only `WorkerConnector.register` raises, when attaching.
 """
 

@@ -28,7 +28,7 @@ from .base import Aside, FailedLoad, Prefill, Report, StepPlan, Transfer, Worker
 from .layout import Gatherer, describe_paged
 from .paged_asking import Limits
 from .pools import PoolViews
-from .transfer_book import TransferBook
+from .transfer_book import Copy, TransferBook
 
 log = logging.getLogger(__name__)
 
@@ -202,12 +202,12 @@ class PagedWorker(WorkerConnector):
             if not transfer.background:
                 self._load_in_step(session, transfer)
                 continue
-            ticket = self._book.begin(transfer, load=True)
+            copy = self._book.begin(transfer, load=True)
             ready = self._compute_event()
             try:
-                self._copier.submit(self._load_behind, session, ticket, ready)
+                self._copier.submit(self._load_behind, session, copy, ready)
             except RuntimeError:  # closed
-                self._book.end(ticket, transfer.blocks)
+                self._book.end(copy, transfer.blocks)
 
     def wait_load(self, layer: int | None = None) -> None:
         """Nothing to wait for: on the CPU the loads are done, on a device the compute stream comes after them."""
@@ -391,9 +391,9 @@ class PagedWorker(WorkerConnector):
         self._failures_begun += 1
         self._step_failures.append(load)
 
-    def _load_behind(self, session: Session | None, ticket: Any, ready: Any) -> None:
+    def _load_behind(self, session: Session | None, copy: Copy, ready: Any) -> None:
         """On a copying thread."""
-        transfer: Transfer = ticket.transfer
+        transfer = copy.transfer
         bad: Sequence[int] = transfer.blocks
         try:
             if session is None:
@@ -401,7 +401,7 @@ class PagedWorker(WorkerConnector):
             session.attach(self._limits.timeout)
             held = _load(transfer)
             with session.copying(held) as pools:
-                if ticket.given_up:
+                if copy.given_up:
                     raise DaemonUnavailable("the request has ended")
                 slots = self._slots(pools, transfer)
                 with self._behind(ready):
@@ -413,7 +413,7 @@ class PagedWorker(WorkerConnector):
         except Exception:
             log.exception("load failed request=%s", transfer.request_id)
         finally:
-            self._book.end(ticket, bad)
+            self._book.end(copy, bad)
             self._note_load(transfer, len(bad))
 
     def _note_load(self, transfer: Transfer, bad: int) -> None:

@@ -12,7 +12,7 @@ from .base import FailedLoad, Report, Transfer
 
 
 @dataclass(eq=False, slots=True)
-class Ticket:
+class Copy:
     """One running copy; made by `TransferBook.begin`, ended by `TransferBook.end`, once."""
 
     transfer: Transfer
@@ -27,8 +27,8 @@ class _Entry:
     `failed`: of its loads in the background, until these are told to have ended.
     """
 
-    loads: set[Ticket] = field(default_factory=set)
-    saves: set[Ticket] = field(default_factory=set)
+    loads: set[Copy] = field(default_factory=set)
+    saves: set[Copy] = field(default_factory=set)
     failed: list[FailedLoad] = field(default_factory=list)
     awaits_received: bool = False
     awaits_sent: bool = False
@@ -41,12 +41,12 @@ class _Entry:
 class TransferBook:
     """Which copies run on one rank, and what its engine is still to be told: each result once, while it waits.
 
-    A worker side begins a ticket for each copy on the engine's thread, ends it on whatever thread copies, and returns
-    `take()` from `finished()`. Every method may be called from any thread; only `preempt` and `close` wait.
+    A worker side begins each copy on the engine's thread, ends it on whatever thread copies, and returns `take()`
+    from `finished()`. Every method may be called from any thread; only `preempt` and `close` wait.
 
-    A ticket may be given up while its copy runs (`preempt`, `drop`, `close`): `end` then says so, and the copy's result
-    must be thrown away: a save is aborted, not committed; a load is told to nobody. A request that comes back under the
-    same id after it was dropped or preempted starts afresh: tickets of its earlier life cannot be mistaken for the new.
+    A copy may be given up while it runs (`preempt`, `drop`, `close`): `end` then says so, and its result must be
+    thrown away: a save is aborted, not committed; a load is told to nobody. A request that comes back under the
+    same id after it was dropped or preempted starts afresh: copies of its earlier life cannot be mistaken for the new.
     """
 
     def __init__(self) -> None:
@@ -54,42 +54,42 @@ class TransferBook:
         self._changed = threading.Condition()
         self._requests: dict[str, _Entry] = {}
         self._failed: list[FailedLoad] = []  # loads within the step
-        self._running: set[Ticket] = set()
+        self._running: set[Copy] = set()
         self._closed = False
 
-    def begin(self, transfer: Transfer, *, load: bool) -> Ticket:
-        """Note a copy before it touches memory. After `close` its ticket is given up from the start."""
-        ticket = Ticket(transfer, load)
+    def begin(self, transfer: Transfer, *, load: bool) -> Copy:
+        """Note a copy before it touches memory. After `close` it is given up from the start."""
+        copy = Copy(transfer, load)
         with self._changed:
             if self._closed:
-                ticket.given_up = True
-                return ticket
+                copy.given_up = True
+                return copy
             entry = self._requests.setdefault(transfer.request_id, _Entry())
-            (entry.loads if load else entry.saves).add(ticket)
+            (entry.loads if load else entry.saves).add(copy)
             entry.awaits_received |= load and transfer.background
-            self._running.add(ticket)
-        return ticket
+            self._running.add(copy)
+        return copy
 
-    def end(self, ticket: Ticket, failed_blocks: Iterable[int] = ()) -> bool:
+    def end(self, copy: Copy, failed_blocks: Iterable[int] = ()) -> bool:
         """The copy touches memory no more. `failed_blocks`: the engine's ids of blocks that were not loaded.
 
-        False: it was given up meanwhile, so whatever it did must not count. Ending a ticket twice is a bug
+        False: it was given up meanwhile, so whatever it did must not count. Ending a copy twice is a bug
         (ValueError).
         """
-        transfer = ticket.transfer
+        transfer = copy.transfer
         with self._changed:
-            if ticket not in self._running:
+            if copy not in self._running:
                 if self._closed:
                     return False
                 raise ValueError(f"the copy for request {transfer.request_id!r} had ended before")
-            self._running.discard(ticket)
+            self._running.discard(copy)
             self._changed.notify_all()
-            if ticket.given_up:
+            if copy.given_up:
                 return False
             entry = self._requests[transfer.request_id]
-            (entry.loads if ticket.load else entry.saves).discard(ticket)
+            (entry.loads if copy.load else entry.saves).discard(copy)
             blocks = tuple(failed_blocks)
-            if ticket.load and blocks:
+            if copy.load and blocks:
                 failure = FailedLoad(transfer.request_id, transfer.group, blocks, transfer.background)
                 (entry.failed if transfer.background else self._failed).append(failure)
             self._forget_idle(transfer.request_id)
@@ -144,7 +144,7 @@ class TransferBook:
         with self._changed:
             sent, received = set(), set()
             failed, self._failed = self._failed, []
-            running = {ticket.transfer.request_id for ticket in self._running}
+            running = {copy.transfer.request_id for copy in self._running}
             for request_id, entry in list(self._requests.items()):
                 if entry.awaits_received and not entry.loads:
                     entry.awaits_received = False
@@ -159,7 +159,7 @@ class TransferBook:
             return Report(frozenset(sent), frozenset(received), tuple(failed))
 
     def close(self, timeout: float) -> bool:
-        """Give up every copy; whether all have ended within `timeout` seconds. Later tickets are given up at once."""
+        """Give up every copy; whether all have ended within `timeout` seconds. Later ones are given up at once."""
         with self._changed:
             self._closed = True
             for request_id in list(self._requests):
@@ -170,8 +170,8 @@ class TransferBook:
     def _give_up(self, request_id: str) -> None:
         entry = self._requests.pop(request_id, None)
         if entry is not None:
-            for ticket in entry.loads | entry.saves:
-                ticket.given_up = True
+            for copy in entry.loads | entry.saves:
+                copy.given_up = True
         self._failed = [load for load in self._failed if load.request_id != request_id]
 
     def _forget_idle(self, request_id: str) -> None:
@@ -179,7 +179,7 @@ class TransferBook:
             del self._requests[request_id]
 
     def _busy(self, request_ids: frozenset[str]) -> frozenset[str]:
-        return frozenset(ticket.transfer.request_id for ticket in self._running) & request_ids
+        return frozenset(copy.transfer.request_id for copy in self._running) & request_ids
 
     def _wait(self, request_ids: frozenset[str], timeout: float) -> bool:
         return self._changed.wait_for(lambda: not self._busy(request_ids), timeout)

@@ -32,7 +32,7 @@ from kvcascade.connectors.base import (
 )
 from kvcascade.connectors.layout import Gatherer, PoolSlots, describe_paged
 from kvcascade.connectors.safe import SafeScheduler, SafeWorker
-from kvcascade.connectors.transfer_book import Ticket, TransferBook
+from kvcascade.connectors.transfer_book import Copy, TransferBook
 from kvcascade.tiers.block import BlockHash, KVGroup, block_hashes, committers, head_range
 
 TOKENS = 4
@@ -262,18 +262,18 @@ class ShelfWorker(WorkerConnector):
     def _slots(self, pages: Sequence[int]) -> PoolSlots:
         return PoolSlots(self._shelf.pool, np.array(pages, np.uint32))
 
-    def _loading(self, load: Transfer, ticket: Ticket) -> Callable[[], None]:
+    def _loading(self, load: Transfer, copy: Copy) -> Callable[[], None]:
         def job() -> None:
-            if not ticket.given_up:
+            if not copy.given_up:
                 assert self._gatherer is not None
                 self._gatherer.load(load.blocks, self._slots(load.pages))
             now = self._shelf.generations[list(load.pages)]
             changed = [b for b, g, was in zip(load.blocks, now, load.generations, strict=True) if g != was]
-            self._book.end(ticket, failed_blocks=changed)
+            self._book.end(copy, failed_blocks=changed)
 
         return job
 
-    def _saving(self, save: Transfer, ticket: Ticket) -> Callable[[], None]:
+    def _saving(self, save: Transfer, copy: Copy) -> Callable[[], None]:
         def job() -> None:
             assert self._gatherer is not None
             mine = [
@@ -281,9 +281,9 @@ class ShelfWorker(WorkerConnector):
                 for index, block, page in zip(save.indices, save.blocks, save.pages, strict=True)
                 if self._gatherer.writes(index)
             ]
-            if not ticket.given_up:
+            if not copy.given_up:
                 self._gatherer.store([block for block, _ in mine], self._slots([page for _, page in mine]))
-            intact = self._book.end(ticket)
+            intact = self._book.end(copy)
             for _, page in mine:
                 if intact:
                     self._shelf.commit(page, self._rank)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcascade.connectors.base import FailedLoad, Report, Transfer
-from kvcascade.connectors.transfer_book import Ticket, TransferBook
+from kvcascade.connectors.transfer_book import Copy, TransferBook
 
 NO_LEASE = 0
 SOON = 10.0  # seconds that nothing here takes unless it hangs
@@ -151,10 +151,10 @@ def test_after_close_nothing_counts() -> None:
 
 def test_ending_a_copy_twice_is_a_bug() -> None:
     book = TransferBook()
-    ticket = book.begin(transfer("a", 1), load=True)
-    book.end(ticket)
+    copy = book.begin(transfer("a", 1), load=True)
+    book.end(copy)
     with pytest.raises(ValueError, match="request 'a' had ended before"):
-        book.end(ticket)
+        book.end(copy)
 
 
 @given(
@@ -166,7 +166,7 @@ def test_ending_a_copy_twice_is_a_bug() -> None:
 def test_whatever_happens_each_result_is_told_once_and_only_while_awaited(events: list[tuple[str, int]]) -> None:
     # Faults E1 and M1: aborts, preemptions and reused names at every point.
     book = TransferBook()
-    running: list[Ticket] = []
+    running: list[Copy] = []
     awaited: Counter[tuple[str, str]] = Counter()
 
     def take() -> None:
@@ -183,8 +183,8 @@ def test_whatever_happens_each_result_is_told_once_and_only_while_awaited(events
             if event == "load":
                 awaited["received", request_id] = 1
         elif event in ("end", "end badly") and running:
-            ticket = running.pop(number % len(running))
-            book.end(ticket, failed_blocks=ticket.transfer.blocks if event == "end badly" else ())
+            copy = running.pop(number % len(running))
+            book.end(copy, failed_blocks=copy.transfer.blocks if event == "end badly" else ())
         elif event == "keep":
             book.keep(request_id)
             awaited["sent", request_id] = 1
@@ -196,8 +196,8 @@ def test_whatever_happens_each_result_is_told_once_and_only_while_awaited(events
             awaited["sent", request_id] = awaited["received", request_id] = 0
         else:
             take()
-    for ticket in running:
-        book.end(ticket)
+    for copy in running:
+        book.end(copy)
     take()
     assert not +awaited
     assert book.close(timeout=0)
