@@ -140,12 +140,17 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class FailedLoad:
-    """Engine blocks that hold nothing to rely on: the engine computes them, and what follows them, anew."""
+    """Engine blocks that hold nothing to rely on: the engine computes them, and what follows them, anew.
+
+    `doubted`: they were copied, and the copy did not prove to be what was stored, so that the daemon must forget them
+    too; every other failure says nothing of what it keeps.
+    """
 
     request_id: str
     group: int
     blocks: tuple[int, ...]
     background: bool = False
+    doubted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,10 +284,10 @@ class SchedulerConnector(ABC):
 
     @abstractmethod
     def completed(self, report: Report) -> None:
-        """All ranks have reported: release what was loaded, and tell the daemon of failed blocks.
+        """All ranks have reported: release what was loaded, and tell the daemon of doubted blocks.
 
         `sent` and `received` hold a request once all ranks have named it; `failed` is the union. The next lookup of a
-        failed block is a miss.
+        doubted block is a miss.
         """
 
     def reset(self) -> bool:

@@ -151,7 +151,8 @@ class Loads:
             firsts = lost.setdefault(failure.request_id, {})
             if indices:
                 firsts[failure.group] = min(firsts.get(failure.group, indices[0]), indices[0])
-            doubted.setdefault(id(loading), (loading, {}))[1].setdefault(failure.group, []).extend(indices)
+            if failure.doubted:
+                doubted.setdefault(id(loading), (loading, {}))[1].setdefault(failure.group, []).extend(indices)
         ended = [self._background.pop(request_id) for request_id in report.received if request_id in self._background]
         ended += [self._step_loads.pop(lease) for lease in report.loaded if lease in self._step_loads]
         for loading in ended:
@@ -191,20 +192,17 @@ class Loads:
         self._asker.release(loading.session, loading.leases)
 
     def _doubt(self, loading: _Loading, failures: dict[int, list[int]]) -> None:
-        """On the asking thread: what was copied and is not whole becomes a miss.
+        """On the asking thread: what was copied and is not whole becomes a miss, with all that follows it.
 
-        Blocks that did not come in time are not doubted by that; that the engine does not wait for them again is what
+        Blocks that were not copied are not doubted by that; that the engine does not wait for them again is what
         `Lookups.give_up` is for.
         """
         for group, indices in failures.items():
-            place = loading.place(group)
             held = [index - loading.leased[group] for index in indices]
-            copied = [index for index in held if place is not None and 0 <= index < place.count]
-            if copied:
-                try:
-                    loading.session.failed(loading.leases[group], copied, timeout=self._limits.timeout)
-                except CascadeError as error:
-                    log.debug("a failed load could not be reported reason=%s", error)
+            try:
+                loading.session.failed(loading.leases[group], held, timeout=self._limits.timeout)
+            except CascadeError as error:
+                log.debug("a failed load could not be reported reason=%s", error)
 
 
 def _load_of(loading: _Loading, group: int, place: Load, wanted: Sequence[int]) -> Transfer:

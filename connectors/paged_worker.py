@@ -360,9 +360,12 @@ class PagedWorker(WorkerConnector):
             pools = stack.enter_context(session.copying(_load(transfer)))
             slots = self._slots(pools, transfer)
             self._gatherers[transfer.group].load(transfer.blocks, slots)
-        except (CascadeError, KeyError, ValueError, IndexError) as error:
-            stack.close()
-            log.debug("load failed request=%s reason=%s", transfer.request_id, error)
+        except (CascadeError, KeyError, ValueError, IndexError, RuntimeError) as error:
+            with stack:
+                self._wait_for_compute()
+            # A device without memory for it is one load's failure; one that is broken raises while it is waited for.
+            level = logging.WARNING if isinstance(error, RuntimeError) else logging.DEBUG
+            log.log(level, "load failed request=%s reason=%s", transfer.request_id, error)
             self._step_failed(FailedLoad(transfer.request_id, transfer.group, transfer.blocks))
             self._loaded.append(transfer.lease)
             return
@@ -383,7 +386,7 @@ class PagedWorker(WorkerConnector):
                 intact = load.session.intact(_load(load.transfer))
             bad = tuple(block for block, good in zip(load.transfer.blocks, intact.tolist(), strict=True) if not good)
             if bad:
-                self._step_failed(FailedLoad(load.transfer.request_id, load.transfer.group, bad))
+                self._step_failed(FailedLoad(load.transfer.request_id, load.transfer.group, bad, doubted=True))
             self._loaded.append(load.transfer.lease)
             self._note_load(load.transfer, len(bad))
 
@@ -395,6 +398,7 @@ class PagedWorker(WorkerConnector):
         """On a copying thread."""
         transfer = copy.transfer
         bad: Sequence[int] = transfer.blocks
+        doubted = False
         try:
             if session is None:
                 raise DaemonUnavailable("the rank has joined no attachment yet")
@@ -408,12 +412,13 @@ class PagedWorker(WorkerConnector):
                     self._gatherers[transfer.group].load(transfer.blocks, slots)
                 intact = session.intact(held)
             bad = [block for block, good in zip(transfer.blocks, intact.tolist(), strict=True) if not good]
+            doubted = True
         except (CascadeError, KeyError, ValueError, IndexError) as error:
             log.debug("load failed request=%s reason=%s", transfer.request_id, error)
         except Exception:
             log.exception("load failed request=%s", transfer.request_id)
         finally:
-            self._book.end(copy, bad)
+            self._book.end(copy, bad, doubted=doubted)
             self._note_load(transfer, len(bad))
 
     def _note_load(self, transfer: Transfer, bad: int) -> None:
@@ -597,6 +602,11 @@ class PagedWorker(WorkerConnector):
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def _wait_for_compute(self) -> None:
+        """Nothing that was queued behind the engine's compute touches memory any more."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     @contextmanager
     def _behind(self, ready: Any) -> Iterator[None]:

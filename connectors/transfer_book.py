@@ -70,8 +70,10 @@ class TransferBook:
             self._running.add(copy)
         return copy
 
-    def end(self, copy: Copy, failed_blocks: Iterable[int] = ()) -> bool:
+    def end(self, copy: Copy, failed_blocks: Iterable[int] = (), *, doubted: bool = False) -> bool:
         """The copy touches memory no more. `failed_blocks`: the engine's ids of blocks that were not loaded.
+
+        `doubted` as in `FailedLoad`.
 
         False: it was given up meanwhile, so whatever it did must not count. Ending a copy twice is a bug
         (ValueError).
@@ -90,7 +92,7 @@ class TransferBook:
             (entry.loads if copy.load else entry.saves).discard(copy)
             blocks = tuple(failed_blocks)
             if copy.load and blocks:
-                failure = FailedLoad(transfer.request_id, transfer.group, blocks, transfer.background)
+                failure = FailedLoad(transfer.request_id, transfer.group, blocks, transfer.background, doubted)
                 (entry.failed if transfer.background else self._failed).append(failure)
             self._forget_idle(transfer.request_id)
             return True

@@ -10,17 +10,18 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engines.scripted import eventually
 
-from kvcascade.config.errors import LayoutMismatch, Refused
+from kvcascade.config.errors import DaemonUnavailable, LayoutMismatch, Refused
 from kvcascade.connectors.base import FailedLoad, MatchState, Report, Request, Step, StepPlan
 from kvcascade.connectors.layout import VLLM_ORDERS
 from kvcascade.connectors.paged_asking import Limits
 from kvcascade.connectors.paged_scheduler import PagedScheduler
 from kvcascade.connectors.paged_worker import PagedWorker
-from kvcascade.daemon.attachment import Load, MappedPool, Reservation, Session
+from kvcascade.daemon.attachment import Attached, Load, MappedPool, Reservation, Session
 from kvcascade.tiers.block import KVGroup, block_hashes, head_range, none_hash, probe_hashes
 from kvcascade.tiers.namespace import Namespace
 
@@ -534,6 +535,47 @@ def test_an_engine_that_computes_a_failed_load_anew_goes_on(loading_two, daemon)
     node.scheduler.completed(reports[-1])
     node.step({"b": len(TOKENS)}, {"b": (TO, TO)}, {"b": 0})
     node.step({"b": len(TOKENS) + 1}, {"b": (TO, TO)}, {"b": len(TOKENS)})
+
+
+class UnattachedSession(Session):
+    """One that does not get through to its daemon."""
+
+    refuses = False
+
+    def attach(self, timeout: float | None = None) -> Attached:
+        if self.refuses:
+            raise DaemonUnavailable("no answer")
+        return super().attach(timeout)
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("cause", ["unattached", "memory", "generation"])
+def test_blocks_are_forgotten_for_bytes_that_are_not_whole_alone(start_node, daemon, cause, background):
+    limits = PATIENT if background else replace(PATIENT, sync_bytes=1 << 20)
+    first = start_node([GROUP], limits=limits)
+    first.fill(0, whole(GROUP, "bfloat16"))
+    first.store("a", TOKENS, (FROM,))
+    eventually(lambda: dram_blocks(daemon) == COUNT)
+    second = start_node([GROUP], limits=limits, session=UnattachedSession)
+    second.step({}, {})
+    (worker,) = second.workers
+    with pytest.MonkeyPatch.context() as patched:
+        if cause == "unattached":
+            patched.setattr(worker._session, "refuses", True, raising=False)
+        elif cause == "memory":
+            patched.setattr(worker._gatherers[0], "load", lambda *_: raise_(torch.OutOfMemoryError("no room")))
+        else:
+            patched.setattr(worker._session, "intact", lambda held: np.arange(len(held.pages)) != 1)
+        tokens, report = second.load("b", TOKENS, (TO,))
+        assert tokens and report.failed_requests == {"b"}
+    # What was asked before the failure was told is answered after it.
+    eventually(
+        lambda: second.load(f"c{time.monotonic()}", TOKENS, (TO,))[0] == (16 if cause == "generation" else tokens)
+    )
+
+
+def raise_(error: Exception) -> Any:
+    raise error
 
 
 class LingeringSession(Session):
