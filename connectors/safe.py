@@ -189,6 +189,10 @@ class SafeWorker(WorkerConnector):
         self._kept |= plan.kept
         self._call(self._inner.start_load, plan)
 
+    def guarded(self, method: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call what this engine's worker side has beyond `WorkerConnector`, as its other methods are called."""
+        self._call(method, *args, **kwargs)
+
     def wait_load(self, layer: int | None = None) -> None:
         self._call(self._inner.wait_load, layer)
 

@@ -501,7 +501,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._worker is not None
         self._kv_caches = kv_caches
         try:
-            self._worker.register([[kv_caches[name] for name in names] for names in self._shape.layers])
+            self._worker.register(self._tensors())
         except KeyError as error:
             raise LayoutMismatch(f"layer {error} has no KV tensor") from error
         except LayoutMismatch as error:
@@ -509,19 +509,22 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             hint = "LBHNC and the other layouts of vllm's KVCacheLayout are known: set VLLM_KV_CACHE_LAYOUT=LBHNC"
             raise LayoutMismatch(f"kv_cache_layout {layout}: {error}; {hint}") from error
 
+    def _tensors(self) -> list[list[torch.Tensor]]:
+        return [[self._kv_caches[name] for name in names] for names in self._shape.layers]
+
     def unregister_kv_caches(self) -> None:
-        if isinstance(self._paged, PagedWorker):
-            self._paged.unregister()
+        if self._worker is not None and isinstance(self._paged, PagedWorker):
+            self._worker.guarded(self._paged.unregister)
 
     def restore_kv_caches(self) -> None:
-        if self._kv_caches:
-            self.register_kv_caches(self._kv_caches)
+        if self._worker is not None and isinstance(self._paged, PagedWorker) and self._kv_caches:
+            self._worker.guarded(self._paged.register, self._tensors())
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         assert self._worker is not None
-        if isinstance(self._paged, PagedWorker) and self._worker.failure is None:
-            self._paged.follow(kv_connector_metadata.plan)
-            self._paged.begin(kv_connector_metadata.plan)
+        if isinstance(self._paged, PagedWorker):
+            self._worker.guarded(self._paged.follow, kv_connector_metadata.plan)
+            self._worker.guarded(self._paged.begin, kv_connector_metadata.plan)
         if kv_connector_metadata.preempted:
             self._worker.preempted(kv_connector_metadata.preempted)
 

@@ -160,7 +160,10 @@ class Client:
         if reason := distrust(self.path):
             raise DaemonUnavailable(f"no daemon at {self.path}: {reason}")
         # Non-blocking: a unix socket connects at once or, its backlog full, not at all.
-        fresh = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            fresh = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        except OSError as error:  # this process has too many files open
+            raise DaemonUnavailable(f"no socket to reach {self.path} by: {error.strerror or error}") from error
         try:
             deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
             while True:

@@ -529,6 +529,20 @@ def test_a_worker_side_that_raises_fails_its_loads_and_frees_its_blocks(method: 
     safe.close()
 
 
+def test_what_a_worker_side_has_of_its_own_is_called_under_the_same_guard() -> None:
+    calls: list[int] = []
+
+    def follow(number: int) -> None:
+        calls.append(number)
+        if number:
+            raise OSError("too many open files")
+
+    safe = SafeWorker(ShelfWorker(Shelf(1), 1, 0))
+    for number in (0, 1, 2):
+        safe.guarded(follow, number)
+    assert calls == [0, 1] and isinstance(safe.failure, OSError)
+
+
 def test_a_broken_worker_reports_loads_within_the_step_and_forgets_what_was_dropped() -> None:
     shelf = Shelf(4)
     safe = SafeWorker(FailingWorker(shelf, "wait_load"))

@@ -651,6 +651,20 @@ def test_nothing_touches_the_memory_of_a_sleeping_engine_and_after_it_everything
     lab.sound()
 
 
+@pytest.mark.parametrize("method", ["follow", "begin", "unregister", "register"])
+def test_nothing_that_a_worker_side_raises_reaches_the_engine(start_lab, daemon, method):
+    lab = start_lab(daemon, prefix_caching=False)
+    lab.serve("before", prompt(1, 100))
+    stored(lab, daemon, 6)
+    lab.fail_in(method)
+    if method in ("unregister", "register"):
+        lab.sleep()
+        lab.wake()
+    lab.serve("after", prompt(1, 100))
+    lab.serve("another", prompt(2, 100))
+    lab.sound()
+
+
 # ---- events, refusals
 
 

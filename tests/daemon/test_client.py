@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import resource
 import select
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -184,6 +186,25 @@ def test_a_post_is_carried_out_and_its_reply_dropped(scripted, client):
 def test_no_daemon_is_unavailable_at_once(tmp_path):
     seconds, _ = elapsed(lambda: unavailable(Client(tmp_path / "nobody.sock").connect, r"no daemon at .*nobody\.sock"))
     assert seconds < 1
+
+
+def test_a_process_that_may_open_no_more_files_finds_no_daemon(scripted):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    client = Client(scripted.path)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + 1, hard))
+    try:
+        with suppress(OSError):  # lower numbers that were free
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        unavailable(client.connect, "Too many open files")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for number in held:
+            os.close(number)
+    client.connect()
+    assert client.call("echo", {"value": 1}) == {"echo": 1}
+    client.close()
 
 
 def test_calls_before_connect_and_after_close_are_unavailable(scripted):

@@ -324,6 +324,14 @@ class Lab:
         self.worker.restore_kv_caches()
         return untouched
 
+    def fail_in(self, method: str) -> None:
+        """The connector's worker side raises in one of its methods from now on."""
+
+        def fail(*_: Any) -> None:
+            raise OSError(f"no {method}")
+
+        setattr(self.worker._paged, method, fail)
+
     def finish_again(self, name: str) -> None:
         self.scheduler.connector.request_finished_all_groups(self.requests[name], ([],))
 
