@@ -287,11 +287,20 @@ class Nodes:
                         wire.stale = True
 
     def exists(self, names: Iterable[BlockName], course: Course) -> list[Any]:
-        """For each block 1 where it is there and 0 where not; else the error, as in `ask`."""
-        # All keys are as long as each other: of a command only they differ.
-        keys = self.keys_of(names)
-        head = command(b"EXISTS", keys[0])[: -len(keys[0]) - 2] if keys else b""
-        return self.ask([(key, b"%b%b\r\n" % (head, key)) for key in keys], course)
+        """For each block 1 where it is there and 0 where not; else the error, as in `ask`.
+
+        What lies behind a hole is of no use: no more is asked for once there is one among the answers.
+        """
+        left, replies = iter(names), list[Any]()
+        some = SMALL_PIPELINE * max(1, len(self._topology.nodes))
+        while keys := self.keys_of(islice(left, some)):
+            # All keys are as long as each other: of a command only they differ.
+            head = command(b"EXISTS", keys[0])[: -len(keys[0]) - 2]
+            told = self.ask([(key, b"%b%b\r\n" % (head, key)) for key in keys], course)
+            replies += told
+            if any(one != 1 for one in told):
+                break
+        return replies
 
     def renew(self, names: Iterable[BlockName], course: Course) -> list[Any]:
         """Lets blocks live for another TTL; for each 1 where it is there and 0 where not, errors as in `ask`."""

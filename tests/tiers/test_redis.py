@@ -142,6 +142,16 @@ async def test_the_names_of_a_question_are_made_by_another_thread_than_the_loops
     assert made and threading.get_ident() not in made
 
 
+async def test_nothing_is_asked_for_far_behind_a_hole(server: RedisServer) -> None:
+    async with opened(server.url, deadline="30s") as tier:
+        jobs = sends(range(5000), 64)
+        assert set(await tier.store(jobs, 60.0)) == {None}
+        server.client().delete(tier.key_of(name(1500)))
+        server.client().config_resetstat()
+        assert await tier.present((name(number) for number in range(5000)), 30.0) == 1500
+        assert server.client().info("commandstats")["cmdstat_exists"]["calls"] <= 2048
+
+
 async def test_redis_away_at_the_start_and_back_later(tmp_path: Path) -> None:
     server = RedisServer(tmp_path / "r")
     async with opened(server.url) as tier:
