@@ -57,6 +57,7 @@ from kvcascade.tiers.remote import TAG_BYTES, Secret
 
 from . import alike
 from .protocol import MOST_LISTED, decode_body, take
+from .together import Together
 
 log = logging.getLogger("kvcascade.fleet")
 
@@ -211,6 +212,7 @@ class Fleet:
         self._different: dict[str, str] = {}  # node's name → why nothing is shared with it
         self._waiting: dict[bytes, bool] = {}  # entries by key, and whether they go over others'
         self._gathered = asyncio.Event()
+        self._alone = Together(self._find_each)
         self._tasks: set[asyncio.Task[None]] = set()
         self._beat = 0
         self._beats: dict[bytes, tuple[int, float]] = {}  # incarnation → the last beat, and when that was first seen
@@ -529,15 +531,18 @@ class Fleet:
         TierUnavailable when the directory cannot be read: then nobody knows.
         """
         count = len(hashes) // width
+        if count == 1:
+            # Of blocks that are no chain each is a question of its own: hundreds at once.
+            holder = await self._alone.one((namespace, group, hashes), timeout)
+            return [] if holder is None else [(holder, 1)]
         reached: dict[bytes, int] = {}
         entries: list[tuple[bytes, bytes]] = []
         for start in range(0, count, BATCH):
             # A batch's keys at a time: those of a long question are 10 ms of the loop's time.
             numbers = range(start, min(start + BATCH, count))
             keys = self._entry_keys(namespace, group, (hashes[n * width : (n + 1) * width] for n in numbers))
-            replies = await self._store.read(keys, timeout)
-            for number, key, boot in zip(numbers, keys, replies, strict=True):
-                if boot is not None and len(boot) == BOOT_BYTES and boot != self.me.boot:
+            for number, key, boot in zip(numbers, keys, await self._read_entries(keys, timeout), strict=True):
+                if boot is not None:
                     reached[boot] = number
                     entries.append((key, boot))
         if not reached:
@@ -547,6 +552,22 @@ class Fleet:
         # An entry says that what lies above it is there, too; what lies below is for the node to say.
         named = sorted(((info, reached[boot]) for boot, info in nodes.items()), key=lambda one: -one[1])
         return [(info, count) for info, _ in named]
+
+    async def _find_each(self, blocks: Sequence[tuple[bytes, int, bytes]], timeout: float) -> list[NodeInfo | None]:
+        """Which living node may have each of these blocks, if any."""
+        keys = [key for namespace, group, one in blocks for key in self._entry_keys(namespace, group, [one])]
+        boots = await self._read_entries(keys, timeout)
+        entries = [(key, boot) for key, boot in zip(keys, boots, strict=True) if boot is not None]
+        if not entries:
+            return [None] * len(blocks)
+        nodes = await self._nodes(list(dict.fromkeys(boot for _, boot in entries)), timeout)
+        self._erase_dead(entries)
+        return [None if boot is None else nodes.get(boot) for boot in boots]
+
+    async def _read_entries(self, keys: Sequence[bytes], timeout: float) -> list[bytes | None]:
+        """Another node's incarnation for each key, where there is one."""
+        replies = await self._store.read(keys, timeout)
+        return [one if one is not None and len(one) == BOOT_BYTES and one != self.me.boot else None for one in replies]
 
     def _erase_dead(self, entries: Sequence[tuple[bytes, bytes]]) -> None:
         """Begins to erase entries of nodes that have been gone for a lease.

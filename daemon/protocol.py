@@ -27,8 +27,8 @@ ping            --                                                          boot
 lookup          hashes, group, request (<= 128 B; asking again with it      lease u64 (0: nothing pinned), matched
                 renews its one lease), pin, promote, tokens u32; each:      (leading blocks in some local tier), ready
                 the hashes are no chain, find each by itself; remote (ask   (leading blocks in memory), tiers
-                other nodes for the rest), ticket, wait_ms (for their       u8[matched], deadline_ms; asking; found
-                answers)                                                    u32[matched]
+                other nodes for the rest; with each for the first 256       u8[matched], deadline_ms; asking; found
+                that are missing), ticket, wait_ms (for their answers)      u32[matched]
                                                                             (their places among the hashes), with each
 load            lease, count, wait_ms (for promotions)                      count (leading part in memory), pools u8,
                                                                             pages u32, generations u32

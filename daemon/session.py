@@ -416,7 +416,8 @@ class Session(asyncio.Protocol):
     def _ask(self, lookup: "_Lookup", match: Match, ticket: bytes) -> list[Question]:
         """The question for the blocks behind those that are here, where there is anybody to ask.
 
-        Of blocks that are no chain each that is missing is a question of its own.
+        Of blocks that are no chain each that is missing is a question of its own, the first MAX_ALONE of them; the
+        sources ask for all of one moment together.
         """
         cluster, space = self._daemon.cluster, lookup.attachment.spaces[lookup.group]
         if cluster is None:

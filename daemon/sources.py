@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from kvcascade.config.errors import Refused
+from kvcascade.config.errors import Refused, TierUnavailable
 from kvcascade.config.settings import Endpoint
 from kvcascade.tiers.redis import RedisTier
 from kvcascade.tiers.remote import BlockName, Fetch, Secret
@@ -17,6 +17,7 @@ from .peers import Peers
 from .plans import Space
 from .protocol import Tier
 from .remote import Found, answers
+from .together import Together
 
 log = logging.getLogger("kvcascade.sources")
 
@@ -38,6 +39,7 @@ class RedisSource:
     def __init__(self, redis: RedisTier) -> None:
         self._redis = redis
         self.link = Link()
+        self._alone = Together(redis.which)
 
     async def find(self, space: Space, hashes: bytes, ticket: bytes, timeout: float) -> list[Found]:
         """How many leading blocks Redis has. TierUnavailable while it is away."""
@@ -47,7 +49,14 @@ class RedisSource:
             BlockName(space.fingerprint, space.group, hashes[start : start + width])
             for start in range(0, len(hashes), width)
         )
-        count = await self._redis.present(names, timeout)
+        if len(hashes) == width:
+            # Of blocks that are no chain each is a question of its own: hundreds at once.
+            there = await self._alone.one(next(names), timeout)
+            if isinstance(there, TierUnavailable):
+                raise there
+            count = int(there)
+        else:
+            count = await self._redis.present(names, timeout)
         return [Found("redis", self.tier, count, self.link, self._fetch, self._redis.forget)] if count else []
 
     async def _fetch(self, jobs: Sequence[Fetch], timeout: float) -> list[str | None]:

@@ -332,11 +332,19 @@ class RedisTier:
 
         Another thread iterates over `names`: making those of a long question takes it as long as asking.
         """
-        there = await self._run_small(lambda course: self._nodes.exists(names, course), timeout)
+        there = await self._run_small(lambda course: self._nodes.exists(names, course, chain=True), timeout)
         count = next((number for number, one in enumerate(there) if one != 1), len(there))
         if not count:
             _all_good(there[:1])
         return count
+
+    async def which(self, names: Iterable[BlockName], timeout: float) -> list[bool | TierUnavailable]:
+        """Of each of these blocks, which need be no chain, whether Redis has it, or why that cannot be told.
+
+        Another thread iterates over `names`. TierUnavailable when it can be told of none.
+        """
+        there = await self._run_small(lambda course: self._nodes.exists(names, course, chain=False), timeout)
+        return [one if isinstance(one, TierUnavailable) else one == 1 for one in there]
 
     async def fetch(self, jobs: Sequence[Fetch], timeout: float, *, observe: Observe | None = None) -> list[str | None]:
         """Receives blocks into their slots; a reason, or None for each that is whole and proved, in order.

@@ -286,10 +286,10 @@ class Nodes:
                     for wire in self._all:
                         wire.stale = True
 
-    def exists(self, names: Iterable[BlockName], course: Course) -> list[Any]:
+    def exists(self, names: Iterable[BlockName], course: Course, *, chain: bool) -> list[Any]:
         """For each block 1 where it is there and 0 where not; else the error, as in `ask`.
 
-        What lies behind a hole is of no use: no more is asked for once there is one among the answers.
+        Of a chain, what lies behind a hole is of no use: no more is asked for once there is one among the answers.
         """
         left, replies = iter(names), list[Any]()
         some = SMALL_PIPELINE * max(1, len(self._topology.nodes))
@@ -298,7 +298,7 @@ class Nodes:
             head = command(b"EXISTS", keys[0])[: -len(keys[0]) - 2]
             told = self.ask([(key, b"%b%b\r\n" % (head, key)) for key in keys], course)
             replies += told
-            if any(one != 1 for one in told):
+            if chain and any(one != 1 for one in told):
                 break
         return replies
 

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from kvcascade.daemon.fleet import Fleet, NodeInfo
 from kvcascade.daemon.peers import Peers
 from kvcascade.daemon.remote import Question, Remote, answers
 from kvcascade.daemon.sources import PeerSource, RedisSource
+from kvcascade.daemon.together import MOST, Together
 from kvcascade.daemon.transfer import Transfer
 from kvcascade.tiers.redis import RedisTier
 from kvcascade.tiers.remote import BlockName, Send
@@ -154,3 +155,43 @@ async def test_sources_that_do_not_answer_in_time_are_errors_and_go_on_no_longer
     given, errors = await answers([hangs(), told()], 0.05)
     assert (given, [str(error) for error in errors]) == ([7], ["no answer in time"])
     assert ended.is_set()
+
+
+async def test_blocks_that_are_no_chain_are_asked_for_together(server: RedisServer, hole: Endpoint) -> None:
+    paths = [(number,) for number in range(300, 400)]
+    async with asking(server) as one, named(server, one, hole, paths[:30:2]):
+        server.client().config_resetstat()
+        questions = [one.remote.ask(one.engine.attachment, one.engine.space, hashes(path), 0) for path in paths]
+        tasks = [question.task for question in questions if question is not None]
+        assert len(tasks) == len(paths)
+        await asyncio.wait(tasks)
+        found = [number for number, one in enumerate(questions) if one and one.decision and one.decision.blocks]
+        assert found == list(range(0, 30, 2))
+        stats = server.client().info("commandstats")
+        # Of the directory, and of nodes' records.
+        assert stats["cmdstat_exists"]["calls"] == len(paths)
+        assert stats["cmdstat_mget"]["calls"] < 20
+        assert one.redis.available
+
+
+async def test_answers_that_are_asked_for_together_reach_who_asked_for_each() -> None:
+    asked: list[list[int]] = []
+
+    async def squares(keys: Sequence[int], timeout: float) -> list[int]:
+        asked.append(list(keys))
+        await asyncio.sleep(0.01)
+        if -1 in keys:
+            raise TierUnavailable("away")
+        return [key * key for key in keys]
+
+    together = Together(squares)
+    many = 2 * MOST + 3
+    tasks = [asyncio.create_task(together.one(key, 1.0)) for key in range(many)]
+    await asyncio.sleep(0)
+    tasks[5].cancel()
+    told = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [one for key, one in enumerate(told) if key != 5] == [key * key for key in range(many) if key != 5]
+    assert [len(keys) for keys in asked] == [MOST, MOST, 3]
+    failed = await asyncio.gather(together.one(-1, 1.0), together.one(2, 1.0), return_exceptions=True)
+    assert [str(one) for one in failed] == ["away", "away"]
+    assert await together.one(7, 1.0) == 49
