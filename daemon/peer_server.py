@@ -33,8 +33,10 @@ log = logging.getLogger("kvcascade.peers")
 
 T = TypeVar("T")
 
-CONNECTIONS: Final = 256  # at once; the next one is closed, or takes the place of one that asks for nothing
-STRANGERS: Final = 64  # of them, of one host, that have not proved themselves: no host can keep all others out
+CONNECTIONS: Final = 256  # at once; the next one takes the place of one that asks for nothing, or is closed
+STRANGERS: Final = 128  # of them that have not proved themselves; the next one takes the place of the oldest
+STRANGERS_ONE: Final = 64  # of them, of one host
+ENDING: Final = 64  # whose place was taken, and whose threads are still to end
 HANDSHAKE_S: Final = 5.0
 IDLE_S: Final = 120.0  # a connection that asks for nothing is closed
 MAX_WAIT_S: Final = 60.0
@@ -87,7 +89,7 @@ class PeerServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()  # of the six below
         self._threads: set[threading.Thread] = set()
-        self._strangers: Counter[str] = Counter()  # by host
+        self._strangers: dict[socket.socket, str] = {}  # whose handshake is still to end, and their hosts, oldest first
         self._sockets: set[socket.socket] = set()
         self._silent: dict[socket.socket, None] = {}  # connections that ask for nothing now, longest first
         self._counters: Counter[str] = Counter()
@@ -151,14 +153,14 @@ class PeerServer:
                     log.warning("peers: a connection was not accepted reason=%s", error)
                 continue
             with self._lock:
-                allowed = self._may_connect(address[0]) and self._strangers[address[0]] < STRANGERS
-                allowed = allowed and not self._stopping.is_set() and self._has_room()
+                host = _host(address[0])
+                allowed = self._may_connect(address[0]) and not self._stopping.is_set() and self._has_room(host)
                 self._counters["connections" if allowed else "connections_refused"] += 1
                 if not allowed:
                     sock.close()
                     continue
                 self._sockets.add(sock)
-                self._strangers[address[0]] += 1
+                self._strangers[sock] = host
                 thread = threading.Thread(
                     target=self._serve, args=(sock, address[0]), name="kvcascade-peer", daemon=True
                 )
@@ -168,19 +170,27 @@ class PeerServer:
             except RuntimeError as error:  # The process may have no more threads.
                 log.warning("peers: a connection was not accepted reason=%s", error)
                 sock.close()
-                self._proved(address[0])
                 with self._lock:
+                    self._strangers.pop(sock, None)
                     self._threads.discard(thread)
                     self._sockets.discard(sock)
 
-    def _has_room(self) -> bool:
-        """Whether one more connection may be; made by ending one that others only keep for later. Under the lock."""
-        if len(self._threads) < CONNECTIONS:
-            return True
-        if not self._silent:
+    def _has_room(self, host: str) -> bool:
+        """Whether one more connection may be. Under the lock.
+
+        Made by ending one that others only keep for later, or the stranger that has taken longest to prove itself: few
+        hosts could keep a fleet out that is quicker than they are.
+        """
+        if list(self._strangers.values()).count(host) >= STRANGERS_ONE or len(self._threads) >= CONNECTIONS + ENDING:
             return False
-        oldest = next(iter(self._silent))
-        del self._silent[oldest]
+        crowded = len(self._strangers) >= STRANGERS
+        if not crowded and len(self._threads) < CONNECTIONS:
+            return True
+        idle: dict[socket.socket, Any] = self._strangers if crowded or not self._silent else self._silent
+        if not idle:
+            return False
+        oldest = next(iter(idle))
+        del idle[oldest]
         self._counters["connections_displaced"] += 1
         with suppress(OSError):
             socket.socket.shutdown(oldest, socket.SHUT_RDWR)
@@ -195,12 +205,6 @@ class PeerServer:
         finally:
             with self._lock:
                 self._silent.pop(sock, None)
-
-    def _proved(self, host: str) -> None:
-        """One less of this host's connections whose handshake is still to end."""
-        with self._lock:
-            self._strangers[host] -= 1
-            self._strangers += Counter()  # forgets hosts that have none
 
     def _may_connect(self, host: str) -> bool:
         if not self._allowed:
@@ -219,7 +223,8 @@ class PeerServer:
                 channel.secure()
                 caller = channel.welcome(self._me())
             finally:
-                self._proved(host)
+                with self._lock:
+                    self._strangers.pop(sock, None)
             self._count("handshakes")
             while not self._stopping.is_set():
                 channel.until(time.monotonic() + IDLE_S)
@@ -251,6 +256,9 @@ class PeerServer:
                 secured.close()
                 raise TierUnavailable("peer: the daemon is ending")
             self._sockets.add(secured)
+            host = self._strangers.pop(sock, None)
+            if host is not None:
+                self._strangers[secured] = host
         return secured
 
     def _on_loop_soon(self, call: Callable[..., object], *arguments: object) -> None:
@@ -435,6 +443,14 @@ class _Rate:
             begin = max(now, self._free_at)
             self._free_at = begin + count / self._bandwidth
         self._stopping.wait(max(0.0, begin - now))
+
+
+def _host(address: str) -> str:
+    """Who is counted as one: of IPv6 a network, since a host there has as many addresses as it likes."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if ip.version == 4:
+        return str(ip)
+    return str(ip.ipv4_mapped or ipaddress.ip_network((ip, 64), strict=False))
 
 
 def _listen(endpoint: Endpoint) -> socket.socket:

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from engines.peer_node import BLOCK, NAMESPACE, Pool, chain, jobs, node, pattern
 
 from kvcascade.config.errors import CascadeError, ConfigError, Refused, TierUnavailable
 from kvcascade.config.settings import Endpoint, PeerSettings
+from kvcascade.daemon import peer_server
 from kvcascade.daemon.peer_wire import Channel, Say
 from kvcascade.daemon.peers import Peers
 from kvcascade.tiers import value
@@ -230,6 +231,48 @@ async def test_a_stranger_cannot_make_up_nodes() -> None:
                 await ask(peers, server.endpoint, me.boot)
         await until(lambda: server.status()["counters"].get("refused_handshakes"))
     assert not told
+
+
+def _arrived(server: peer_server.PeerServer) -> int:
+    counters = server.status()["counters"]
+    return int(counters.get("connections", 0) + counters.get("connections_refused", 0))
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_strangers_from_many_hosts_keep_no_node_out(
+    certificates: Callable[[str], dict[str, Path]], tls: bool
+) -> None:
+    """Each host may have some connections that say nothing, but of all of them the oldest make room."""
+    me, settings = node("source"), certificates("fleet") if tls else {}
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(serving(Pool(HASHES), me, SECRET, **settings))
+
+        def flood() -> None:
+            for host in range(2, 8):
+                for _ in range(80):
+                    sock = stack.enter_context(socket.socket())
+                    sock.bind((f"127.0.0.{host}", 0))
+                    sock.connect(("127.0.0.1", server.endpoint.port))
+
+        await asyncio.to_thread(flood)
+        await until(lambda: _arrived(server) == 480)
+        async with asking(SECRET, **settings) as peers:
+            assert await ask(peers, server.endpoint, me.boot) == len(HASHES)
+        await until(lambda: server.status()["connections"] <= peer_server.STRANGERS)
+
+
+@pytest.mark.parametrize(
+    ("one", "another", "same"),
+    [
+        ("10.0.0.1", "10.0.0.2", False),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("2001:db8:0:1::1", "2001:db8:0:1:ffff::2", True),
+        ("2001:db8:0:1::1", "2001:db8:0:2::1", False),
+        ("fe80::1%lo", "fe80::2%lo", True),
+    ],
+)
+def test_a_host_that_has_a_network_of_addresses_is_one(one: str, another: str, same: bool) -> None:
+    assert (peer_server._host(one) == peer_server._host(another)) is same
 
 
 async def test_only_networks_that_are_allowed_may_connect() -> None:
