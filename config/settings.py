@@ -457,7 +457,9 @@ class RedisSettings(Section):
     deadline: float = setting(
         "2s", _duration(0.01, 60), "how long Redis may take to answer, and no byte of a block may move"
     )
-    threads: int = setting("2", _count(1, 32), "connections that carry payloads, each in a thread of its own")
+    threads: int = setting(
+        "2", _count(1, 32), "connections that bring payloads, each in a thread; half as many more send"
+    )
 
 
 @dataclass(frozen=True, slots=True)

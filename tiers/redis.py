@@ -105,7 +105,9 @@ class RedisTier:
         self._prefix = settings.key_prefix.encode()
         # The loop's thread alone changes what follows.
         self._closed = False
-        self._data: Workers | None = None
+        # What is fetched is waited for, and must not wait for what is sent.
+        self._fetching: Workers | None = None
+        self._sending: Workers | None = None
         self._small: Workers | None = None
         self._probes: Workers | None = None
         self._probe: asyncio.Task[None] | None = None
@@ -129,7 +131,9 @@ class RedisTier:
 
     async def open(self) -> None:
         """Starts the threads and a first probe, and waits for that a moment. A Redis that is away is no error."""
-        self._data = Workers("kvcascade-redis", self._settings.threads, self._clock)
+        threads = self._settings.threads
+        self._fetching = Workers("kvcascade-redis", threads, self._clock)
+        self._sending = Workers("kvcascade-redis-send", max(1, threads // 2), self._clock)
         self._small = Workers("kvcascade-redis-small", 1, self._clock)
         self._probes = Workers("kvcascade-redis-probe", 1, self._clock)
         self._probe = asyncio.create_task(self._watch(), name="redis probe")
@@ -144,7 +148,8 @@ class RedisTier:
             self._probe.cancel()
             await asyncio.wait([self._probe])
         self._reason = "closed"
-        threads = [workers for workers in (self._data, self._small, self._probes) if workers is not None]
+        every = (self._fetching, self._sending, self._small, self._probes)
+        threads = [workers for workers in every if workers is not None]
         for workers in threads:
             workers.withdraw()
             workers.dismiss()
@@ -354,7 +359,7 @@ class RedisTier:
         if not self.available:
             return [self._reason] * len(jobs)
         began = self._clock()
-        reasons, course = await self._spread(jobs, timeout, self._nodes.fetch)
+        reasons, course = await self._spread(self._fetching, jobs, timeout, self._nodes.fetch)
         good = sum(len(job.into) for job, reason in zip(jobs, reasons, strict=True) if reason is None)
         self._count("fetched", good, reasons)
         if observe is not None and good and course.firsts:
@@ -373,7 +378,7 @@ class RedisTier:
             return [self._refused] * len(jobs)
         some, spent = self._spend(jobs)
         codec = self._codec()
-        reasons, _ = await self._spread(some, timeout, lambda *rest: self._nodes.store(codec, *rest))
+        reasons, _ = await self._spread(self._sending, some, timeout, lambda *rest: self._nodes.store(codec, *rest))
         good = sum(len(job.payload) for job, reason in zip(some, reasons, strict=True) if reason is None)
         self._written -= spent - good
         self._count("stored", good, reasons)
@@ -529,21 +534,23 @@ class RedisTier:
         self._judge(course)
         return call.result()
 
-    async def _spread(self, jobs: Sequence[J], timeout: float, work: Work[J]) -> tuple[list[str | None], Course]:
-        """Runs jobs in the data threads, each a share of consecutive ones."""
-        assert self._data is not None
+    async def _spread(
+        self, workers: Workers | None, jobs: Sequence[J], timeout: float, work: Work[J]
+    ) -> tuple[list[str | None], Course]:
+        """Runs jobs in threads for payloads, each a share of consecutive ones."""
+        assert workers is not None
         course = Course(self._clock() + timeout)
         reasons: list[str | None] = [LATE] * len(jobs)
         if not jobs:
             return reasons, course
-        share = -(-len(jobs) // len(self._data))
+        share = -(-len(jobs) // len(workers))
 
         def run(numbers: Sequence[int]) -> None:
             course.begun = min(course.begun, self._clock())
             work(jobs, numbers, reasons, course)
 
         calls = [
-            self._data.begin(partial(run, range(start, min(start + share, len(jobs)))))
+            workers.begin(partial(run, range(start, min(start + share, len(jobs)))))
             for start in range(0, len(jobs), share)
         ]
         late: set[asyncio.Future[None]] = set(calls)

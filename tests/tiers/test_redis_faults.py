@@ -483,6 +483,20 @@ async def _survives(say: Callable[[bytes], bytes]) -> None:
         fake.close()
 
 
+async def test_what_is_fetched_does_not_wait_for_what_is_sent(proxy: Proxy) -> None:
+    """And its cost model is not told of a link whose first byte takes as long as others' blocks."""
+    async with opened(url(proxy), deadline="5s") as tier:
+        assert await tier.store(sends(range(2)), 20) == [None] * 2
+        proxy.rate = 4 << 20
+        sending = asyncio.create_task(tier.store(sends(range(10, 18), BIG), 30))  # takes 4 s
+        await asyncio.sleep(0.2)
+        jobs = fetches(range(2))
+        assert await tier.fetch(jobs, 20) == [None] * 2
+        check(jobs, [None] * 2, range(2))
+        assert not sending.done()
+        assert await sending == [None] * 8
+
+
 async def test_a_server_that_accepts_and_says_nothing() -> None:
     """Fault G9 (3): neither opening, calls nor closing wait beyond their deadlines."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
