@@ -10,8 +10,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,6 +116,8 @@ class PagedWorker(WorkerConnector):
         self._views = PoolViews(self._device)
         self._book = TransferBook()
         self._copier = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="kvcascade-copy")
+        # A daemon that hangs holds up what is said to it for the timeout, each time: copies do not queue behind that.
+        self._talker = ThreadPoolExecutor(1, thread_name_prefix="kvcascade-talk")
         self._session: Session | None = None
         self._epoch: str | None = None
         self._attachment = b""
@@ -246,6 +248,9 @@ class PagedWorker(WorkerConnector):
         self._end_step_loads()
         self._book.close(self._limits.load_wait + self._limits.timeout)
         self._copier.shutdown(wait=True, cancel_futures=True)
+        # What was stored is committed, as far as the daemon answers.
+        wait([self._talker.submit(bool)], self._limits.timeout)
+        self._talker.shutdown(wait=True, cancel_futures=True)
         if self._session is not None:
             self._session.close(self._limits.timeout)
         self._views.close()
@@ -264,7 +269,7 @@ class PagedWorker(WorkerConnector):
             return
         if self._session is None or plan.weights_epoch != self._epoch:
             if self._session is not None:
-                self._copier.submit(self._session.close)
+                self._talker.submit(self._session.close)
             self._session = self._open_session(plan.weights_epoch)
         self._session.join(plan.attachment)
         self._attachment, self._epoch = plan.attachment, plan.weights_epoch
@@ -287,10 +292,10 @@ class PagedWorker(WorkerConnector):
             if self._attaching or time.monotonic() < self._attach_after:
                 return
             self._attaching = True
-        self._submit(self._attach_behind, session)
+        self._say(self._attach_behind, session)
 
     def _attach_behind(self, session: Session) -> None:
-        """On a copying thread."""
+        """On the talking thread."""
         try:
             self._attach(session, self._limits.timeout)
         finally:
@@ -331,10 +336,10 @@ class PagedWorker(WorkerConnector):
                 seconds = timed.began.elapsed_time(timed.ended) / 1e3
             else:
                 seconds = timed.ended - timed.began
-            self._submit(self._tell_computed, timed, seconds)
+            self._say(self._tell_computed, timed, seconds)
 
     def _tell_computed(self, timed: _Timed, seconds: float) -> None:
-        """On a copying thread."""
+        """On the talking thread."""
         try:
             timed.session.computed(
                 timed.prefill.tokens, seconds, position=timed.prefill.position, timeout=self._limits.timeout
@@ -438,7 +443,7 @@ class PagedWorker(WorkerConnector):
         part = _picked(transfer, mine)
         if gatherer is None or not sound:
             self._count("saves_doubted", len(mine))
-            self._submit(self._abort, session, part)
+            self._say(self._abort, session, part)
             return
         if self._device.type == "cpu" and not self._stage:
             try:
@@ -447,13 +452,13 @@ class PagedWorker(WorkerConnector):
             except (CascadeError, KeyError, ValueError, IndexError) as error:
                 log.debug("save failed request=%s reason=%s", part.request_id, error)
                 self._count("save_failures", len(mine))
-                self._submit(self._abort, session, part)
+                self._say(self._abort, session, part)
             else:
-                self._submit(self._commit, session, part, len(mine) * self._rank_bytes(transfer.group))
+                self._say(self._commit, session, part, len(mine) * self._rank_bytes(transfer.group))
             return
         fitting = self._room_for(len(mine), transfer.group)
         if fitting < len(mine):
-            self._submit(self._abort, session, _picked(part, range(fitting, len(mine))))
+            self._say(self._abort, session, _picked(part, range(fitting, len(mine))))
         if fitting:
             part = _picked(part, range(fitting))
             gathered = gatherer.gather(part.blocks)
@@ -512,7 +517,7 @@ class PagedWorker(WorkerConnector):
         have = [i for i in mine if transfer.indices[i] in kept]
         lacking = [i for i in mine if transfer.indices[i] not in kept]
         if session is not None and lacking:
-            self._submit(self._abort, session, _picked(transfer, lacking))
+            self._say(self._abort, session, _picked(transfer, lacking))
         if held is None:
             return
         if session is None or not have or self._closed:
@@ -550,13 +555,13 @@ class PagedWorker(WorkerConnector):
             self._keep_spare(part.group, gathered)
             del gathered
         if done:
-            self._commit(session, part, len(part.indices) * self._rank_bytes(part.group))
+            self._say(self._commit, session, part, len(part.indices) * self._rank_bytes(part.group))
         else:
             self._count("save_failures", len(part.indices))
-            self._abort(session, part)
+            self._say(self._abort, session, part)
 
     def _commit(self, session: Session, part: Transfer, nbytes: int) -> None:
-        """On a copying thread."""
+        """On the talking thread."""
         try:
             committed = session.commit(part.lease, part.indices, timeout=self._limits.timeout)
         except CascadeError as error:
@@ -570,7 +575,7 @@ class PagedWorker(WorkerConnector):
                 self._stored.append((part.lease, part.indices))
 
     def _abort(self, session: Session, part: Transfer) -> None:
-        """On a copying thread."""
+        """On the talking thread."""
         try:
             session.abort(part.lease, part.indices, timeout=self._limits.timeout)
         except CascadeError as error:
@@ -581,6 +586,11 @@ class PagedWorker(WorkerConnector):
     def _submit(self, errand: Callable[..., None], *arguments: Any) -> None:
         if not self._closed:
             self._copier.submit(errand, *arguments)
+
+    def _say(self, errand: Callable[..., None], *arguments: Any) -> None:
+        """Have an errand done that only talks to the daemon. Those of copies that end while it closes are done too."""
+        with suppress(RuntimeError):  # closed
+            self._talker.submit(errand, *arguments)
 
     def _count(self, name: str, number: int) -> None:
         with self._lock:

@@ -617,6 +617,40 @@ def test_tensors_are_let_go_of_when_no_copy_touches_them_however_long_that_takes
     assert not worker.finished().received
 
 
+def test_a_planned_load_does_not_wait_for_what_is_said_to_a_daemon_that_hangs(start_node, daemon):
+    # Each commit takes the whole timeout, and the load needs nothing more of the daemon.
+    first = start_node([GROUP])
+    first.fill(0, whole(GROUP, "bfloat16"))
+    first.store("a", TOKENS, (FROM,))
+    eventually(lambda: dram_blocks(daemon) == COUNT)
+    second = start_node([GROUP], limits=Limits(step_wait=10.0, patience=10.0, sync_bytes=0, timeout=60.0))
+    (worker,) = second.workers
+    names = ("x", "y", "z")
+    for number, name in enumerate(names):
+        request = second.request(name, [number, *TOKENS])
+        second.scheduler.arrived(request)
+        second.scheduler.match(request, 0)
+        second.scheduler.allocated(request, (FROM,), 0, background=True)
+    saves = second.scheduler.plan_step(
+        Step(dict.fromkeys(names, len(TOKENS) + 1), dict.fromkeys(names, ((1, 2, 4, 6, 7),)))
+    )
+    assert len(saves.saves) == len(names)
+    request = second.request("b", TOKENS)
+    second.scheduler.arrived(request)
+    match = second.scheduler.match(request, 0)
+    second.scheduler.allocated(request, (TO,), match.tokens, background=match.background)
+    loads = second.scheduler.plan_step(Step({}, {}))
+    worker.follow(loads)
+    assert loads.loads
+    daemon.process.send_signal(19)
+    try:
+        worker.save(saves)
+        worker.start_load(loads)
+        eventually(lambda: worker.finished().received)
+    finally:
+        daemon.process.send_signal(18)
+
+
 def test_asking_costs_the_scheduler_no_more_than_its_budget_when_the_daemon_is_stopped(start_node, daemon):
     # Faults E6, O1: whatever is asked is asked on another thread.
     node = start_node([GROUP], limits=Limits(step_wait=0.001, patience=0.05, timeout=0.3))
