@@ -354,7 +354,7 @@ class Session:
         """End the session: wait for the copies under way, tell the daemon, unmap. Never raises; idempotent.
 
         Where copies still run after ``timeout`` seconds the daemon is told nothing, so that it hands their slots on
-        only when this process has ended.
+        only when this process has ended, and the last of them unmaps.
         """
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         if self._pid != os.getpid():
@@ -371,7 +371,8 @@ class Session:
                 pass
         self._client.close()
         with self._changed:
-            self._close_pools()
+            if not self._copies:
+                self._close_pools()
 
     def __enter__(self) -> "Session":
         return self
@@ -718,6 +719,8 @@ class Session:
                     answers.append(fence)
             if answers:
                 self._fences = [each for each in self._fences if each[1]]
+            if self._closed and not self._copies:
+                self._close_pools()
             self._changed.notify_all()
         self._answer(answers)
 

@@ -558,6 +558,21 @@ def test_close_tells_the_daemon_nothing_while_a_copy_still_runs(scripted, sessio
     assert scripted.asked("detach") == []
 
 
+def test_pools_stay_mapped_until_the_last_copy_has_ended_though_the_session_is_closed(scripted, session):
+    session.attach()
+    pool = session.pools[0]
+    closed = []
+    pool.before_close = lambda: closed.append(1)
+    with session.copying() as pools:
+        with session.copying():
+            session.close()
+        assert not closed
+        assert pools[0].slot(1, PAGE) is not None
+    assert closed == [1]
+    with pytest.raises(ProtocolError):
+        pool.array()
+
+
 def test_a_forked_child_is_detached_until_it_attaches_and_the_parent_goes_on(scripted, session):
     session.attach()
     child = os.fork()
