@@ -14,6 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PACKAGES := daemon tiers connectors config
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -P -m pip -qq --disable-pip-version-check --no-input
 
 .PHONY: help demo demo-cluster tools test test-newer check bench bench-vllm stress engines mooncake dev links clean
@@ -50,11 +51,11 @@ tools:
 	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get -qq install -y --no-install-recommends $$missing >/dev/null; \
 	fi
 
-# Real vLLM engines want all cores, so theirs come one after the other. Of the rest two run at a time, by file: most
-# of them wait for daemons, servers and timeouts more than they compute.
+# Two at a time, by file: most wait for processes, servers and timeouts more than they compute. Real vLLM engines want
+# all cores and would make the daemons of other tests late, so theirs come by themselves.
 test: $(INSTALLED) engines tools
-	$(BIN)/pytest -m 'vllm and not stress'
-	$(BIN)/pytest -m 'not vllm and not stress' -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m 'vllm and not stress' $(TWO)
+	$(BIN)/pytest -m 'not vllm and not stress' $(TWO)
 
 engines: $(INSTALLED)
 	@PYTHON=$(BIN)/python tests/engines/vllm/install.sh >/dev/null

@@ -127,16 +127,20 @@ def test_with_drafts_the_same_tokens_are_drawn_and_stored_for_an_engine_without(
     engine = start_vllm()
     guesses = {"method": "custom_class", "model": "vllm_guesser.Guesser", "num_speculative_tokens": 3}
     engine.call("real", str(tiny_model), str(daemon.socket), speculative_config=guesses)
-    for cached in ([0, 0, 128], [192, 192, 160]):
+
+    def cached() -> list[int]:
         found = engine.do("generate", prompts())
         assert tokens(found) == plain
         counted = engine.do("metrics")
         drafted, accepted = (counted[f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted"))
         assert 0 < accepted < drafted
-        if cached[0]:
-            assert [one["cached"] for one in found] == cached
-        eventually(lambda: stored_blocks(daemon) >= 13)
         assert engine.do("reset")
+        return [one["cached"] for one in found]
+
+    cached()
+    eventually(lambda: stored_blocks(daemon) >= 13)
+    # On a busy machine an answer may come too late for a request: the rest of it is computed then.
+    eventually(lambda: cached() == [192, 192, 160], 60)
     drawn = engine.do("generate", [prompts()[2]], 100)[0]["tokens"]
     eventually(lambda: stored_blocks(daemon) >= 13 + 3)
     engine.close()
