@@ -210,7 +210,8 @@ class Report:
     background loads have ended, well or not. `failed`: loads, or parts of them, that ended badly; those in the
     background in the very report that names the request as received. Engines that take failures by block use
     `failed_blocks`, those that take them by request `failed_requests`. `loaded`: leases of loads within a step that
-    touch memory no more. `stored`: (lease, block indices) that this rank has committed.
+    touch memory no more. `stored`: (lease, block indices) that this rank has committed. `broken`: this rank loads and
+    saves nothing any more (`SafeWorker`).
     """
 
     sent: frozenset[str] = frozenset()
@@ -218,6 +219,7 @@ class Report:
     failed: tuple[FailedLoad, ...] = ()
     loaded: tuple[int, ...] = ()
     stored: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    broken: bool = False
 
     @property
     def failed_blocks(self) -> frozenset[int]:
@@ -286,7 +288,8 @@ class SchedulerConnector(ABC):
     def completed(self, report: Report) -> None:
         """All ranks have reported: release what was loaded, and tell the daemon of doubted blocks.
 
-        `sent` and `received` hold a request once all ranks have named it; `failed` is the union. The next lookup of a
+        `sent` and `received` hold a request once all ranks have named it; `failed` is the union, and one rank that is
+        `broken` makes all of it so. The next lookup of a
         doubted block is a miss.
         """
 

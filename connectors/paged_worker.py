@@ -369,8 +369,7 @@ class PagedWorker(WorkerConnector):
             with stack:
                 self._wait_for_compute()
             # A device without memory for it is one load's failure; one that is broken raises while it is waited for.
-            level = logging.WARNING if isinstance(error, RuntimeError) else logging.DEBUG
-            log.log(level, "load failed request=%s reason=%s", transfer.request_id, error)
+            log.log(_level(error), "load failed request=%s reason=%s", transfer.request_id, error)
             self._step_failed(FailedLoad(transfer.request_id, transfer.group, transfer.blocks))
             self._loaded.append(transfer.lease)
             return
@@ -449,8 +448,8 @@ class PagedWorker(WorkerConnector):
             try:
                 with session.copying(_reservation(part)) as pools:
                     gatherer.store(part.blocks, self._slots(pools, part))
-            except (CascadeError, KeyError, ValueError, IndexError) as error:
-                log.debug("save failed request=%s reason=%s", part.request_id, error)
+            except (CascadeError, KeyError, ValueError, IndexError, RuntimeError) as error:
+                log.log(_level(error), "save failed request=%s reason=%s", part.request_id, error)
                 self._count("save_failures", len(mine))
                 self._say(self._abort, session, part)
             else:
@@ -461,8 +460,26 @@ class PagedWorker(WorkerConnector):
             self._say(self._abort, session, _picked(part, range(fitting, len(mine))))
         if fitting:
             part = _picked(part, range(fitting))
-            gathered = gatherer.gather(part.blocks)
-            self._submit(self._put, session, part, gathered, self._compute_event(), gathered.nbytes)
+            staged = self._gather(part.group, part.blocks)
+            if staged is None:
+                self._submit(self._abort, session, part)
+            else:
+                gathered, ready = staged
+                self._submit(self._put, session, part, gathered, ready, gathered.nbytes)
+
+    def _gather(self, group: int, blocks: Sequence[int], into: Tensor | None = None) -> tuple[Tensor, Any] | None:
+        """Copies of the blocks in staging memory that was taken for them, there behind the event.
+
+        None, and the memory given back, where the device has no room after all.
+        """
+        try:
+            return self._gatherers[group].gather(blocks, into), self._compute_event()
+        except RuntimeError as error:
+            log.warning("save failed reason=%s", error)
+            with self._lock:
+                self._staged_bytes -= len(blocks) * self._rank_bytes(group)
+                self.counters["save_failures"] += len(blocks)
+            return None
 
     def _room_for(self, blocks: int, group: int) -> int:
         """Take staging memory for as many of the blocks as fit, and say how many.
@@ -485,10 +502,11 @@ class PagedWorker(WorkerConnector):
             self._count("saves_doubted", len(mine))
             return
         mine = mine[: self._room_for(len(mine), aside.group)]
-        if mine:
-            gathered = gatherer.gather([aside.blocks[i] for i in mine], self._take_spare(aside.group, len(mine)))
+        blocks = [aside.blocks[i] for i in mine]
+        if mine and (staged := self._gather(aside.group, blocks, self._take_spare(aside.group, len(mine)))) is not None:
+            gathered, ready = staged
             indices = tuple(aside.indices[i] for i in mine)
-            self._asides[aside.number] = _Held(indices, gathered, self._compute_event(), gathered.nbytes)
+            self._asides[aside.number] = _Held(indices, gathered, ready, gathered.nbytes)
 
     def _take_spare(self, group: int, blocks: int) -> Tensor | None:
         """Memory of an earlier copy aside that holds so many blocks. Where none is big enough, one makes room."""
@@ -641,6 +659,11 @@ class PagedWorker(WorkerConnector):
             if threading.get_ident() not in self._streams:
                 self._streams[threading.get_ident()] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             return self._streams[threading.get_ident()]
+
+
+def _level(error: Exception) -> int:
+    """A device that is out of memory is worth more notice than blocks that went."""
+    return logging.WARNING if isinstance(error, RuntimeError) else logging.DEBUG
 
 
 def _load(transfer: Transfer) -> Load:

@@ -47,11 +47,14 @@ class _Guard:
         try:
             return method(*args, **kwargs)
         except Exception as error:
-            self.failure = error
             name = getattr(method, "__qualname__", repr(method))
             log.exception("connector failed in %s; the engine goes on without it", name)
-            self.close()
+            self.fail(error)
             raise _Broken from error
+
+    def fail(self, error: Exception) -> None:
+        self.failure = error
+        self.close()
 
     def close(self) -> None:
         try:
@@ -67,6 +70,9 @@ class SafeScheduler(SchedulerConnector):
     request waits for ever; requests whose blocks are kept are reported by the workers as before. `failure` is the
     exception, for `status` and logs. `engine_keeps_loading`: the engine is one that keeps the blocks of a request that
     ends while it is loaded until it is reported as received.
+
+    A worker side that is broken ends this one too: what it were to load would fail, each request's anew, and what it
+    were to save would keep its slots until their deadline.
     """
 
     def __init__(self, inner: SchedulerConnector, *, engine_keeps_loading: bool = False) -> None:
@@ -146,7 +152,10 @@ class SafeScheduler(SchedulerConnector):
         try:
             self._guard.call(self._inner.completed, report)
         except _Broken:
-            pass
+            return
+        if report.broken:
+            log.error("a rank's connector has failed; the engine goes on without any")
+            self._guard.fail(RuntimeError("a rank's connector has failed"))
 
     def close(self) -> None:
         self._guard.close()
@@ -157,7 +166,7 @@ class SafeWorker(WorkerConnector):
 
     After the inner one's first exception it is closed, so that nothing of it touches the engine's memory any more;
     what the engine waits for is then reported: loads that had not been reported as failed, saves as ended. From there
-    on loads fail at once and nothing is saved. `failure` is the exception.
+    on loads fail at once, nothing is saved, and each report says `broken`. `failure` is the exception.
     """
 
     def __init__(self, inner: WorkerConnector) -> None:
@@ -204,7 +213,7 @@ class SafeWorker(WorkerConnector):
             report = self._guard.call(self._inner.finished)
         except _Broken:
             failed = [*self._step_loads, *(load for loads in self._loads.values() for load in loads)]
-            report = Report(frozenset(self._kept), frozenset(self._loads), tuple(failed))
+            report = Report(frozenset(self._kept), frozenset(self._loads), tuple(failed), broken=True)
         for request_id in report.received:
             self._loads.pop(request_id, None)
         self._kept -= report.sent

@@ -108,9 +108,15 @@ class CascadeWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     failed: tuple[FailedLoad, ...] = ()
     loaded: tuple[int, ...] = ()
     stored: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    broken: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "CascadeWorkerMetadata":
-        return CascadeWorkerMetadata(self.failed + other.failed, self.loaded + other.loaded, self.stored + other.stored)
+        return CascadeWorkerMetadata(
+            self.failed + other.failed,
+            self.loaded + other.loaded,
+            self.stored + other.stored,
+            self.broken or other.broken,
+        )
 
 
 class _Hashes(Sequence[BlockHash]):
@@ -378,7 +384,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         received = frozenset(connector_output.finished_recving or ())
         if self._announcing:
             self._note_stored(told)
-        self._scheduler.completed(Report(received=received, failed=told.failed, loaded=told.loaded))
+        self._scheduler.completed(Report(received=received, failed=told.failed, loaded=told.loaded, broken=told.broken))
         bad = {block for load in told.failed if not load.background for block in load.blocks}
         bad |= connector_output.invalid_block_ids or set()  # a sibling's too
         if bad:
@@ -562,9 +568,9 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> CascadeWorkerMetadata | None:
         report = self._report
-        if not (report.failed or report.loaded or report.stored):
+        if not (report.failed or report.loaded or report.stored or report.broken):
             return None
-        return CascadeWorkerMetadata(report.failed, report.loaded, report.stored)
+        return CascadeWorkerMetadata(report.failed, report.loaded, report.stored, report.broken)
 
     # ---- both
 

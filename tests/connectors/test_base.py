@@ -338,6 +338,7 @@ class Engine:
             frozenset.intersection(*(r.sent for r in reports)),
             frozenset.intersection(*(r.received for r in reports)),
             tuple({load: None for r in reports for load in r.failed}),
+            broken=any(r.broken for r in reports),
         )
         self.scheduler.completed(report)
         self.reports.update([("sent", r) for r in report.sent] + [("received", r) for r in report.received])
@@ -482,8 +483,8 @@ def test_a_scheduler_side_that_raises_costs_the_engine_nothing_but_the_cache(met
 
 
 class FailingWorker(ShelfWorker):
-    def __init__(self, shelf: Shelf, method: str) -> None:
-        super().__init__(shelf, 1, 0)
+    def __init__(self, shelf: Shelf, method: str, ranks: int = 1, rank: int = 0) -> None:
+        super().__init__(shelf, ranks, rank)
         self._method = method
 
     def preempted(self, request_ids: frozenset[str]) -> None:
@@ -556,4 +557,19 @@ def test_a_broken_worker_reports_loads_within_the_step_and_forgets_what_was_drop
     report = safe.finished()
     assert report.failed_blocks == {1, 2, 4}
     assert report.received == {"b", "d"} and report.sent == {"e"}
-    assert safe.finished() == Report()
+    assert safe.finished() == Report(broken=True)
+
+
+def test_an_engine_one_of_whose_ranks_is_broken_is_promised_no_more_loads_and_saves_nothing() -> None:
+    # Else, by a policy that fails requests whose load fails, every request with a hit would end in an error.
+    shelf = Shelf(32)
+    Engine(shelf, 1).serve("cold", PROMPT)
+    engine = Engine(shelf, 2)
+    engine.inner[1] = broken = FailingWorker(shelf, "wait_load", 2, 1)
+    engine.workers[1] = SafeWorker(broken)
+    broken.register([engine.tensors[1]])
+    engine.step(Step({}, {}))
+    request = Request("warm", len(PROMPT), (block_hashes(PROMPT, TOKENS, seed="0"),))
+    assert engine.scheduler.match(request, 0) == NO_MATCH
+    assert engine.scheduler.plan_step(Step({"warm": len(PROMPT)}, {"warm": ((1, 2, 3, 4, 5),)})) == StepPlan()
+    assert isinstance(engine.scheduler, SafeScheduler) and engine.scheduler.failure is not None

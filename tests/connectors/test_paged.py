@@ -574,6 +574,24 @@ def test_blocks_are_forgotten_for_bytes_that_are_not_whole_alone(start_node, dae
     )
 
 
+@pytest.mark.parametrize("stage", [True, False])
+def test_a_device_without_memory_costs_a_save_and_not_the_connector(start_node, daemon, monkeypatch, stage):
+    node = start_node([GROUP], stage=stage)
+    node.fill(0, whole(GROUP, "bfloat16"))
+    (worker,) = node.workers
+    for copying in ("gather", "store"):
+        monkeypatch.setattr(
+            worker._gatherers[0], copying, lambda *_: raise_(torch.OutOfMemoryError("no room")), raising=False
+        )
+    node.store("a", TOKENS, (FROM,))
+    eventually(lambda: worker.take_counters().get("save_failures") == COUNT)
+    assert worker._staged_bytes == 0
+    monkeypatch.undo()
+    eventually(lambda: not worker._book._running)
+    node.store("b", [*TOKENS[:33], 1], (FROM[:2],))
+    eventually(lambda: dram_blocks(daemon) >= 2)
+
+
 def raise_(error: Exception) -> Any:
     raise error
 
