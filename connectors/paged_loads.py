@@ -69,17 +69,20 @@ class Loads:
         return request_id in self._background
 
     def begin(
-        self, request: Request, found: Found, blocks: BlockIds, computed: int, tokens: int, *, background: bool
+        self, request: Request, found: Found | None, blocks: BlockIds, computed: int, tokens: int, *, background: bool
     ) -> None:
-        """Load `tokens` behind the first `computed` into the request's `blocks`; the leases are released at its end."""
+        """Load `tokens` behind the first `computed` into the request's `blocks`; the leases are released at its end.
+
+        Of nothing found the load fails at once.
+        """
         first = tuple(computed // group.block_tokens for group in self._groups)
         ends = [(computed + tokens) // group.block_tokens for group in self._groups]
         loading = _Loading(
             request.request_id,
             background,
-            found.session,
-            found.leases,
-            found.leased,
+            found.session if found is not None else self._asker.session,
+            found.leases if found is not None else (0,) * len(first),
+            found.leased if found is not None else first,
             first,
             tuple(tuple(ids[begin:end]) for ids, begin, end in zip(blocks, first, ends, strict=True)),
             self._limits.handoff_patience if request.ticket else self._limits.load_wait,
@@ -87,7 +90,9 @@ class Loads:
         self._unplanned.append(loading)
         if background:
             self._background[request.request_id] = loading
-        if found.places is not None and found.places.count >= ends[0]:
+        if found is None:
+            self._asker.abandon(loading)
+        elif found.places is not None and found.places.count >= ends[0]:
             loading.places = [found.places]
             self._asker.settle(loading)
         else:
@@ -104,7 +109,7 @@ class Loads:
         self._unplanned = [loading for loading in self._unplanned if loading.pending]
         for loading in due:
             loading.planned = True
-            if not loading.background:
+            if not loading.background and loading.leases[0]:
                 self._step_loads[loading.leases[0]] = loading
             for group, ids in enumerate(loading.blocks):
                 place = loading.place(group)

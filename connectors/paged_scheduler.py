@@ -172,14 +172,17 @@ class PagedScheduler(SchedulerConnector):
         if not tokens:
             self._lookups.let_go(request_id)
             return
-        found = self._lookups.take(request_id)
-        if life is None or found is None:
+        if life is None:
             raise ValueError(f"{tokens} tokens for request {request_id!r}, for which none were matched")
+        found = self._lookups.take(request_id)
         if request.ticket:
             self._asker.count("handoffs_taken")
         if background:
             life.proven, life.loaded = life.computed, life.computed + tokens
+        # What was matched may have been let go of since: vLLM allocates late for steps that it plans ahead.
         self._loads.begin(request, found, blocks, life.computed, tokens, background=background)
+        if found is None:
+            return
         for tier, count in self.sources(request_id, tokens).items():
             self._asker.count(f"hit_tokens_{_tier_name(tier)}", count)
 

@@ -21,6 +21,7 @@ from kvcascade.connectors.layout import VLLM_ORDERS
 from kvcascade.connectors.paged_asking import Limits
 from kvcascade.connectors.paged_scheduler import PagedScheduler
 from kvcascade.connectors.paged_worker import PagedWorker
+from kvcascade.connectors.safe import SafeScheduler
 from kvcascade.daemon.attachment import Attached, Load, MappedPool, Reservation, Session
 from kvcascade.tiers.block import KVGroup, block_hashes, head_range, none_hash, probe_hashes
 from kvcascade.tiers.namespace import Namespace
@@ -594,6 +595,27 @@ def test_a_device_without_memory_costs_a_save_and_not_the_connector(start_node, 
 
 def raise_(error: Exception) -> Any:
     raise error
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_what_was_let_go_of_between_match_and_allocation_fails_at_once(start_node, daemon, background):
+    # By a reset: vLLM 0.33 allocates a load in the background when the steps that it had planned ahead are over.
+    first = start_node([GROUP])
+    first.fill(0, whole(GROUP, "bfloat16"))
+    first.store("a", TOKENS, (FROM,))
+    eventually(lambda: dram_blocks(daemon) == COUNT)
+    node = start_node([GROUP])
+    safe = SafeScheduler(node.scheduler, engine_keeps_loading=True)
+    request = node.request("b", TOKENS)
+    safe.arrived(request)
+    match = safe.match(request, 16)
+    assert match.tokens
+    assert safe.reset()
+    safe.allocated(request, (TO,), match.tokens, background=background)
+    report = node.step({}, {})
+    assert report.failed_blocks == set(TO[1:])
+    assert report.received == ({"b"} if background else set())
+    assert safe.failure is None
 
 
 class LingeringSession(Session):
