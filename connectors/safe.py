@@ -69,17 +69,23 @@ class SafeScheduler(SchedulerConnector):
     Loads that were promised to the engine then, and not planned, are reported as failed by the next plan, so that no
     request waits for ever; requests whose blocks are kept are reported by the workers as before. `failure` is the
     exception, for `status` and logs. `engine_keeps_loading`: the engine is one that keeps the blocks of a request that
-    ends while it is loaded until it is reported as received.
+    ends while it is loaded until it is reported as received. `block_tokens` of each KV group: of such a load those
+    blocks fail that were to be loaded, and not what the engine had in its own cache, which other requests share; the
+    whole tables where it is not given.
 
     A worker side that is broken ends this one too: what it were to load would fail, each request's anew, and what it
     were to save would keep its slots until their deadline.
     """
 
-    def __init__(self, inner: SchedulerConnector, *, engine_keeps_loading: bool = False) -> None:
+    def __init__(
+        self, inner: SchedulerConnector, *, engine_keeps_loading: bool = False, block_tokens: Sequence[int] = ()
+    ) -> None:
         # On the engine's scheduling thread alone.
         self._inner = inner
         self._guard = _Guard(inner.close)
         self._engine_keeps_loading = engine_keeps_loading
+        self._block_tokens = tuple(block_tokens)
+        self._computed: dict[str, int] = {}  # by request, what the engine had when it was matched last
         self._promised: dict[str, tuple[FailedLoad, ...]] = {}  # in no plan yet
         self._loading: set[str] = set()  # in the background, not yet reported as received
         self._ended: dict[str, bool] = {}  # since the last plan: request -> are its blocks kept
@@ -95,6 +101,7 @@ class SafeScheduler(SchedulerConnector):
             pass
 
     def match(self, request: Request, computed_tokens: int) -> Match:
+        self._computed[request.request_id] = computed_tokens
         try:
             return self._guard.call(self._inner.match, request, computed_tokens)
         except _Broken:
@@ -102,9 +109,12 @@ class SafeScheduler(SchedulerConnector):
 
     def allocated(self, request: Request, blocks: BlockIds, tokens: int, *, background: bool) -> None:
         if tokens:
-            # By whole groups: which of the blocks would have been loaded only the inner side knows.
+            # Which of these would have been loaded only the inner side knows.
+            computed = self._computed.get(request.request_id, 0)
+            loaded = [slice(computed // size, -(-(computed + tokens) // size)) for size in self._block_tokens]
             self._promised[request.request_id] = tuple(
-                FailedLoad(request.request_id, group, ids, background) for group, ids in enumerate(blocks)
+                FailedLoad(request.request_id, group, tuple(ids[which]), background)
+                for group, (ids, which) in enumerate(zip(blocks, loaded or (slice(None),) * len(blocks), strict=True))
             )
             if background:
                 self._loading.add(request.request_id)
@@ -130,6 +140,7 @@ class SafeScheduler(SchedulerConnector):
 
     def finished(self, request_id: str, blocks: BlockIds, final_tokens: int) -> bool:
         waits = self._engine_keeps_loading and request_id in self._loading
+        self._computed.pop(request_id, None)
         if not waits:
             self._promised.pop(request_id, None)
         try:

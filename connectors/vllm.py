@@ -212,7 +212,11 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 limits=self._limits,
             )
             self._paged = paged
-            self._scheduler = SafeScheduler(paged, engine_keeps_loading=True)
+            self._scheduler = SafeScheduler(
+                paged,
+                engine_keeps_loading=True,
+                block_tokens=[group.block_tokens for group in self._shape.groups],
+            )
             self._attach(paged)
         else:
             worker = PagedWorker(

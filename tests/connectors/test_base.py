@@ -482,6 +482,19 @@ def test_a_scheduler_side_that_raises_costs_the_engine_nothing_but_the_cache(met
     engine.scheduler.close()
 
 
+def test_of_a_load_that_is_not_planned_any_more_no_block_fails_that_the_engine_had() -> None:
+    # Others share those: vLLM would have them compute anew what is good, or by its other policy fail them.
+    shelf = Shelf(32)
+    Engine(shelf, 1).serve("cold", PROMPT)
+    inner = Failing(shelf, "plan_step")
+    safe = SafeScheduler(inner, engine_keeps_loading=True, block_tokens=[TOKENS])
+    request = Request("a", len(PROMPT), (block_hashes(PROMPT, TOKENS, seed="0"),))
+    match = safe.match(request, 2 * TOKENS)
+    assert match.tokens == 2 * TOKENS
+    safe.allocated(request, ((1, 2, 3, 4, 5, 6),), match.tokens, background=True)
+    assert safe.plan_step(Step({}, {})).failed == (FailedLoad("a", 0, (3, 4), background=True),)
+
+
 class FailingWorker(ShelfWorker):
     def __init__(self, shelf: Shelf, method: str, ranks: int = 1, rank: int = 0) -> None:
         super().__init__(shelf, ranks, rank)
