@@ -47,8 +47,10 @@ class _Question(Errand):
     """One lookup.
 
     A list entry a group: `matched` leading blocks are there, and the lease of `answers` is on those from `first` on.
+    `name`: what the daemon keeps the leases by; of two questions under one name the later answer has them all.
     """
 
+    name: str
     usable: int
     asked_at: float
     session: Session
@@ -92,6 +94,7 @@ class Lookups:
         self._waiter = asker.threads("wait", WAIT_THREADS)
         # The scheduling thread's alone.
         self._asked: dict[str, _Asked] = {}
+        self._names = 0  # given so far
         self._sync_left = self._limits.sync_bytes
 
     def arrived(self, request: Request) -> None:
@@ -239,12 +242,16 @@ class Lookups:
         return self._ask(asked, request, usable)
 
     def _ask(self, asked: _Asked, request: Request, usable: int) -> _Question:
-        # Asking again renews the lease, if it is the same session's: only then is the old one not given back.
         old = asked.question
-        question = _Question(usable, self._asker.clock(), self._asker.session)
-        asked.question = question
-        if old is not None and (old.session is not self._asker.session or not old.done):
-            self._abandon(old)
+        if old is not None and old.done and not old.error and old.session is self._asker.session:
+            name = old.name  # renews its leases
+        else:
+            # One that is still being answered, of an earlier request of this name too, gives its own leases back.
+            self._names += 1
+            name = f"{request.request_id}/{self._names}"
+            if old is not None:
+                self._abandon(old)
+        question = asked.question = _Question(name, usable, self._asker.clock(), self._asker.session)
         self._asker.count("lookups")
         self._asker.submit(self._look_up, question, request)
         return question
@@ -313,7 +320,7 @@ class Lookups:
         wait = max(0.0, question.until - self._asker.clock()) if question.until else 0.0
         return question.session.lookup(
             b"".join(request.hashes[group][first:end]),
-            request=f"{request.request_id}/{group}"[-128:],
+            request=f"{question.name}/{group}"[-128:],
             group=group,
             pin=hold,
             promote=hold,

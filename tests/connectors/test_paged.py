@@ -22,7 +22,7 @@ from kvcascade.connectors.paged_asking import Limits
 from kvcascade.connectors.paged_scheduler import PagedScheduler
 from kvcascade.connectors.paged_worker import PagedWorker
 from kvcascade.connectors.safe import SafeScheduler
-from kvcascade.daemon.attachment import Attached, Load, MappedPool, Reservation, Session
+from kvcascade.daemon.attachment import Attached, Load, Lookup, MappedPool, Reservation, Session
 from kvcascade.tiers.block import KVGroup, block_hashes, head_range, none_hash, probe_hashes
 from kvcascade.tiers.namespace import Namespace
 
@@ -616,6 +616,50 @@ def test_what_was_let_go_of_between_match_and_allocation_fails_at_once(start_nod
     assert report.failed_blocks == set(TO[1:])
     assert report.received == ({"b"} if background else set())
     assert safe.failure is None
+
+
+class AskingSession(Session):
+    """Its daemon asks other nodes until it is told to end, then says what it has."""
+
+    asks = False
+    end = threading.Event()
+    waiting = released = 0
+
+    def release(self, *arguments: Any, **options: Any) -> None:
+        super().release(*arguments, **options)
+        type(self).released += 1
+
+    def lookup(self, *arguments: Any, wait_ms: int = 0, **options: Any) -> Lookup:
+        if wait_ms:
+            type(self).waiting += 1
+            assert self.end.wait(20)
+            return super().lookup(*arguments, **options)
+        return replace(super().lookup(*arguments, **options), asking=self.asks)
+
+
+def test_a_question_that_nobody_waits_for_gives_back_no_lease_but_its_own(start_node, daemon, monkeypatch):
+    monkeypatch.setattr(AskingSession, "end", threading.Event())
+    first = start_node([GROUP])
+    first.fill(0, whole(GROUP, "bfloat16"))
+    first.store("a", TOKENS, (FROM,))
+    eventually(lambda: dram_blocks(daemon) == COUNT)
+    node = start_node([GROUP], session=AskingSession)
+    monkeypatch.setattr(AskingSession, "asks", True)
+    node.scheduler.arrived(node.request("b", TOKENS))
+    eventually(lambda: AskingSession.waiting)
+    node.scheduler.finished("b", (), 0)
+    monkeypatch.setattr(AskingSession, "asks", False)
+    request = node.request("b", TOKENS)
+    node.scheduler.arrived(request)
+    match = node.scheduler.match(request, 0)
+    assert match.tokens == COUNT * 16
+    AskingSession.end.set()
+    eventually(lambda: AskingSession.released)
+    assert daemon.status()["leases"]["live"] == 1
+    node.scheduler.allocated(request, (TO,), match.tokens, background=True)
+    reports: list[Report] = []
+    eventually(lambda: (reports.append(node.step({}, {})), reports[-1].received)[1])
+    assert not reports[-1].failed
 
 
 class LingeringSession(Session):
