@@ -6,6 +6,7 @@ Of done and abandoned one comes second, and who makes it so gives back what the 
 """
 
 import logging
+import re
 import threading
 import time
 from collections import Counter
@@ -14,13 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcascade.config.errors import CascadeError, DaemonUnavailable
+from kvcascade.config.errors import CascadeError, DaemonUnavailable, ProtocolError, Refused
 from kvcascade.daemon.attachment import Attached, Session
 
 log = logging.getLogger(__name__)
 
 LEAVE_ALONE_FIRST_S = 1.0
 LEAVE_ALONE_LAST_S = 30.0
+MOST_REFUSALS = 100
+"""Refusals of so many kinds are told; more would be one kind that is never worded twice the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,8 @@ class Asker:
         # Any thread's, each a float: what is lost when two write at once is a doubling.
         self._pause = 0.0
         self._not_before = 0.0
+        self._refusals: set[str] = set()  # that were told, under _lock
+        self._told: Attached | None = None  # whose warnings were told
         self._asking = ThreadPoolExecutor(1, thread_name_prefix="kvcascade-ask")
         self._pools = [self._asking]
 
@@ -100,6 +105,11 @@ class Asker:
             return self.session.info if self.session.attached else None
         except DaemonUnavailable:
             return None  # it went away in between
+
+    def attach(self, timeout: float) -> tuple[str, ...]:
+        """Attach now; the daemon's warnings, which the caller tells. Raises as `Session.attach`."""
+        self._told = info = self.session.attach(timeout)
+        return info.warnings
 
     def renew(self, weights_epoch: str) -> None:
         """Ask by another session from now on; the old one is closed once what was submitted by it has run."""
@@ -158,8 +168,13 @@ class Asker:
         self._wait_left -= time.perf_counter() - began
 
     def begin_step(self) -> None:
-        """Another step, another budget for waiting."""
+        """Another step, another budget for waiting; and what the daemon warns of, if it has been attached to anew."""
         self._wait_left = self.limits.step_wait
+        info = self.info
+        if info is not None and (self._told is None or info.attachment != self._told.attachment):
+            self._told = info
+            for warning in info.warnings:
+                log.warning("the daemon warns: %s", warning)
 
     def release(self, session: Session, leases: Iterable[int]) -> None:
         """On a thread that may wait: give leases back, 0 being none."""
@@ -193,6 +208,22 @@ class Asker:
         """On any thread."""
         self._pause = min(LEAVE_ALONE_LAST_S, max(LEAVE_ALONE_FIRST_S, 2 * self._pause))
         self._not_before = self.clock() + self._pause
+
+    # ---- failures
+
+    def failed(self, what: str, request_id: str, error: CascadeError) -> None:
+        """Tell of it, on any thread: what the daemon refuses stays so until somebody reads it, so once as a warning.
+
+        Everything else comes and goes, and is counted elsewhere.
+        """
+        level = logging.DEBUG
+        if isinstance(error, Refused | ProtocolError):
+            kind = re.sub(r"\d+", "#", str(error))
+            with self._lock:
+                if kind not in self._refusals and len(self._refusals) < MOST_REFUSALS:
+                    self._refusals.add(kind)
+                    level = logging.WARNING
+        log.log(level, "%s request=%s reason=%s", what, request_id, error)
 
     # ---- counters
 

@@ -186,7 +186,7 @@ class Loads:
             for lease, count in zip(loading.leases, counts, strict=True):
                 loading.places.append(loading.session.load(lease, count, wait_ms=int(wait * 1000), timeout=timeout))
         except CascadeError as error:
-            log.debug("load failed request=%s reason=%s", loading.request_id, error)
+            self._asker.failed("load failed", loading.request_id, error)
         except Exception:
             log.exception("load failed request=%s", loading.request_id)
         self._asker.settle(loading)
@@ -207,7 +207,7 @@ class Loads:
             try:
                 loading.session.failed(loading.leases[group], held, timeout=self._limits.timeout)
             except CascadeError as error:
-                log.debug("a failed load could not be reported reason=%s", error)
+                self._asker.failed("a failed load could not be reported", loading.request_id, error)
 
 
 def _load_of(loading: _Loading, group: int, place: Load, wanted: Sequence[int]) -> Transfer:

@@ -295,7 +295,7 @@ class Lookups:
                     question.places = session.load(first.lease, first.matched, timeout=self._limits.timeout)
         except CascadeError as error:
             question.error = f"{type(error).__name__}: {error}"
-            log.debug("lookup failed request=%s reason=%s", request.request_id, error)
+            self._asker.failed("lookup failed", request.request_id, error)
             self._asker.blame(began)
         except Exception as error:
             question.error = f"{type(error).__name__}: {error}"

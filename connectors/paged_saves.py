@@ -185,7 +185,7 @@ class Saves:
                 if refused := int((offer.reservation.states == BlockState.NO_ROOM).sum()):
                     self._asker.count("blocks_refused", refused)
         except CascadeError as error:
-            log.debug("nothing is stored request=%s reason=%s", offer.request_id, error)
+            self._asker.failed("nothing is stored", offer.request_id, error)
             self._asker.blame(began)
         except Exception:
             log.exception("nothing is stored request=%s", offer.request_id)

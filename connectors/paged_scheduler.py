@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvcascade.config.errors import CascadeError, Refused
+from kvcascade.config.errors import CascadeError
 from kvcascade.daemon.attachment import Session
 from kvcascade.daemon.protocol import Tier
 from kvcascade.tiers.namespace import Namespace
@@ -92,14 +92,12 @@ class PagedScheduler(SchedulerConnector):
         self._lives: dict[str, _Life] = {}
         self._hands_off: set[str] = set()  # requests whose hand-off is to be asked for
         self._dropped: set[str] = set()
-        # The asking thread's.
-        self._refused_handoffs = ""  # why, as it was logged last
 
     # ---- for the plug-in
 
     def attach(self, timeout: float = 5.0) -> tuple[str, ...]:
         """Attach now; the daemon's warnings. Raises DaemonUnavailable, Refused, ProtocolError."""
-        return self._asker.session.attach(timeout).warnings
+        return self._asker.attach(timeout)
 
     def count(self, name: str) -> None:
         """Add to a sum of the plug-in's own."""
@@ -295,12 +293,8 @@ class PagedScheduler(SchedulerConnector):
                 hashes = b"".join(request.hashes[group][: self._prompt_blocks(request, group)])
                 keep = max(1, int(limits.handoff_keep * 1000))
                 session.hand_off(hashes, group=group, keep_ms=keep, timeout=limits.timeout)
-        except Refused as error:
-            if str(error) != self._refused_handoffs:
-                log.warning("nothing is handed off reason=%s", error)
-                self._refused_handoffs = str(error)
         except CascadeError as error:
-            log.debug("a prompt that is handed off is not kept request=%s reason=%s", request.request_id, error)
+            self._asker.failed("nothing is handed off", request.request_id, error)
             self._asker.blame(began)
         except Exception:
             log.exception("a prompt that is handed off is not kept request=%s", request.request_id)

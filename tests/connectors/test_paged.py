@@ -1,6 +1,8 @@
 """Both sides of a paged engine's connector over a real daemon, without an engine: every layout, rank and KV group."""
 
 import functools
+import itertools
+import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -660,6 +662,73 @@ def test_a_question_that_nobody_waits_for_gives_back_no_lease_but_its_own(start_
     reports: list[Report] = []
     eventually(lambda: (reports.append(node.step({}, {})), reports[-1].received)[1])
     assert not reports[-1].failed
+
+
+@pytest.fixture
+def late_daemon(start_daemon: Any, monkeypatch: Any) -> Any:
+    """A stopped daemon, and an engine that has started without it."""
+    monkeypatch.setattr("kvcascade.connectors.paged_asking.LEAVE_ALONE_FIRST_S", 0.0)
+    daemon = start_daemon()
+    daemon.stop()
+    nodes = []
+
+    def start(**options: Any) -> tuple[Any, Node]:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(PagedScheduler, "attach", lambda *_: ())
+            nodes.append(Node(daemon, [GROUP], **options))
+        return daemon, nodes[-1]
+
+    yield start
+    for node in nodes:
+        node.close()
+
+
+def asked(node: Node, name: str) -> None:
+    node.scheduler.arrived(node.request(name, TOKENS))
+    node.scheduler.match(node.request(name, TOKENS), 0)
+    node.step({}, {})
+    node.scheduler.finished(name, (), 0)
+
+
+class StrangeSession(Session):
+    """Its engine's hashes are not what its namespace says."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options | {"probe": [b"x" * 32, b"y" * 32]})
+
+
+def test_an_engine_that_is_refused_after_its_start_says_why_once(late_daemon, caplog):
+    daemon, node = late_daemon(session=StrangeSession)
+    daemon.start()
+    caplog.set_level(logging.DEBUG, "kvcascade.connectors")
+    numbers = itertools.count()
+
+    def failures() -> list[Any]:
+        asked(node, f"a{next(numbers)}")
+        return [record for record in caplog.records if "lookup failed" in record.message and "probe" in record.message]
+
+    eventually(lambda: len(failures()) >= 3)
+    assert [record.levelname for record in failures()][:3] == ["WARNING", "DEBUG", "DEBUG"]
+
+
+def test_the_daemons_warnings_are_told_for_each_attachment(late_daemon, caplog, monkeypatch):
+    daemon, node = late_daemon()
+    daemon.start()
+    attached = Session.attach
+    monkeypatch.setattr(
+        Session, "info", property(lambda self: replace(attached(self), warnings=("it is nearly full",)))
+    )
+
+    def told(times: int) -> None:
+        numbers = itertools.count()
+        eventually(lambda: asked(node, f"a{next(numbers)}") or caplog.text.count("it is nearly full") == times)
+        node.step({}, {})
+        assert caplog.text.count("it is nearly full") == times
+
+    told(1)
+    daemon.stop()
+    daemon.start()
+    told(2)
 
 
 class LingeringSession(Session):
