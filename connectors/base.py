@@ -266,10 +266,10 @@ class SchedulerConnector(ABC):
     def plan_step(self, step: Step) -> StepPlan:
         """The work of this step; called for each step, in order, also for an empty one.
 
-        Loads: what was allocated since the last plan. Saves: `storable_blocks` of each request's final tokens, less
-        those that the daemon has already or has no room for; a request is asked for once a block at most. Saves of a
-        preempted request that no plan holds yet are forgotten. Blocks whose slots come late are copied aside, so that
-        they need not be waited for, nor the engine's blocks kept.
+        Loads: what was allocated and can be copied now. Saves: `storable_blocks` of each request's final tokens, less
+        those that the daemon has already or has no room for. Saves of a preempted request that no plan holds yet are
+        forgotten, but for what was copied aside. That is done with blocks whose slots come late, so that they need not
+        be waited for, nor the engine's blocks kept.
         """
 
     @abstractmethod
@@ -289,8 +289,7 @@ class SchedulerConnector(ABC):
         """All ranks have reported: release what was loaded, and tell the daemon of doubted blocks.
 
         `sent` and `received` hold a request once all ranks have named it; `failed` is the union, and one rank that is
-        `broken` makes all of it so. The next lookup of a
-        doubted block is a miss.
+        `broken` makes all of it so. The next lookup of a doubted block is a miss.
         """
 
     def reset(self) -> bool:
@@ -317,7 +316,8 @@ class WorkerConnector(ABC):
     def preempted(self, request_ids: frozenset[str]) -> None:
         """These requests' blocks are reused from this step on; called before anything of the step touches memory.
 
-        On return no copy from or into them runs any more: finished, or given up and never committed.
+        On return no copy from or into them runs any more: finished, or given up and never committed. What was copied
+        into memory of the worker's own meanwhile may still be committed: its bytes were read in time.
         """
 
     @abstractmethod
@@ -342,8 +342,8 @@ class WorkerConnector(ABC):
 
         Copies wait for that forward, those aside (`plan.asides`) too. A rank copies and commits its own heads, and
         replicated ones in its turn (`layout.Gatherer.writes`); a copy that was given up or failed is aborted, so
-        nothing half-written is ever found. Source blocks belong to the copy until it ended: the scheduler's `finished`
-        keeps them, `preempted` waits.
+        nothing half-written is ever found. Source blocks belong to the copy until it ended: where that is later than
+        what the engine queues next, `finished` of the scheduler keeps them and `preempted` waits.
         """
 
     @abstractmethod

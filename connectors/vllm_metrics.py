@@ -55,6 +55,7 @@ class CascadeMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 ("loaded_blocks", "Blocks loaded, by all ranks"),
                 ("stored_blocks", "Blocks stored, by all ranks"),
                 ("failed_blocks", "Blocks whose load failed a check or a deadline"),
+                ("load_failures", "Blocks that were promised and computed after all, for each rank that said so"),
                 ("blocks_late", "Blocks that did not come up in time"),
                 ("blocks_refused", "Blocks that the daemon had no room for"),
                 ("save_failures", "Blocks whose save failed"),

@@ -3,12 +3,14 @@
 import functools
 import itertools
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from engines.scripted import eventually
 
 from kvcascade.config.errors import DaemonUnavailable, LayoutMismatch, Refused
+from kvcascade.connectors import paged_worker
 from kvcascade.connectors.base import FailedLoad, MatchState, Report, Request, Step, StepPlan
 from kvcascade.connectors.layout import VLLM_ORDERS
 from kvcascade.connectors.paged_asking import Limits
@@ -729,6 +732,18 @@ def test_the_daemons_warnings_are_told_for_each_attachment(late_daemon, caplog, 
     daemon.stop()
     daemon.start()
     told(2)
+
+
+def test_whatever_is_counted_is_shown():
+    folder = Path(paged_worker.__file__).parent
+    shown = (folder / "vllm_metrics.py").read_text()
+    counted = {
+        name
+        for file in (*folder.glob("paged_*.py"), folder / "vllm.py")
+        for name in re.findall(r'(?:count\(|counters\[)"(\w+)"', file.read_text())
+    }
+    assert len(counted) > 15
+    assert not [name for name in counted if f'("{name}", "' not in shown]
 
 
 class LingeringSession(Session):
