@@ -309,6 +309,8 @@ class PagedWorker(WorkerConnector):
     def _attach(self, session: Session, timeout: float) -> None:
         try:
             session.attach(timeout)
+            with session.copying() as pools:
+                self._views.prepare(pools.values())
         except CascadeError as error:
             log.warning("rank %d is not attached reason=%s", self._rank, error)
 

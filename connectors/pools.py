@@ -3,7 +3,7 @@
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,57 @@ from numpy.typing import NDArray
 
 from kvcascade.daemon.attachment import MappedPool
 from kvcascade.daemon.protocol import PAGE
-from kvcascade.tiers.memory import Memory, import_device_memory, register_host, unregister_host
+from kvcascade.tiers.memory import (
+    REGISTER_CHUNK,
+    HostBytes,
+    Memory,
+    human_size,
+    import_device_memory,
+    register_host,
+    unregister_host,
+)
 
 from .layout import PoolSlots, Slots
 
 log = logging.getLogger(__name__)
+
+
+class _Pinning:
+    """A host pool's registration with CUDA: on a thread of its own, since all of a pool may take many seconds.
+
+    Copies of what is not pinned are true too, only slower, and none crosses two chunks (`layout.py`).
+    """
+
+    def __init__(self, pool: MappedPool, device: str) -> None:
+        self._pool, self._device = f"{pool.tier} pool", device
+        self._array = pool.array()
+        self._stopped = threading.Event()
+        self._pinned: list[HostBytes] = []  # the thread's, until it has ended
+        self._thread = threading.Thread(target=self._run, name="kvcascade-pin", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Nothing is registered on return; waits for one chunk at most. No copy may run."""
+        self._stopped.set()
+        self._thread.join()
+        while self._pinned:
+            unregister_host(self._pinned.pop(), self._device)
+
+    def _run(self) -> None:
+        for start in range(0, self._array.nbytes, REGISTER_CHUNK):
+            if self._stopped.is_set():
+                return
+            part = self._array[start : start + REGISTER_CHUNK]
+            reason = register_host(part, self._device)
+            if reason is not None:
+                # What is pinned stays so: copies may be using it.
+                size = human_size(self._array.nbytes)
+                log.warning(
+                    "of the %s's %s only %s are pinned for %s reason=%s",
+                    self._pool, size, human_size(start), self._device, reason,
+                )  # fmt: skip
+                return
+            self._pinned.append(part)
 
 
 class PoolViews:
@@ -51,6 +97,12 @@ class PoolViews:
             for identity, page in zip(which.tolist(), pages.tolist(), strict=True)
         ]  # fmt: skip
 
+    def prepare(self, pools: Iterable[MappedPool]) -> None:
+        """Begin to pin those in host memory before they are used."""
+        for pool in pools:
+            if pool.fd is None:
+                self._memory(pool)
+
     def close(self) -> None:
         """Lets go of imported memory; no slot of it may be in use."""
         with self._lock:
@@ -77,18 +129,12 @@ class PoolViews:
         return memory
 
     def _pin(self, pool: MappedPool) -> None:
-        """Unpinned copies are true too, only slower."""
-        pool.before_close = partial(self._forget, pool, os.getpid())
-        if self._device.type != "cuda":
-            return
-        device = f"cuda:{self._device.index or 0}"
-        reason = register_host(pool.array(), device)
-        if reason is None:
-            pool.before_close = partial(self._forget, pool, os.getpid(), partial(unregister_host, pool.array(), device))
-        else:
-            log.warning("the %s pool is not pinned for %s reason=%s", pool.tier, device, reason)
+        pinning = None
+        if self._device.type == "cuda":
+            pinning = _Pinning(pool, f"cuda:{self._device.index or 0}")
+        pool.before_close = partial(self._forget, pool, os.getpid(), pinning)
 
-    def _forget(self, pool: MappedPool, owner: int, unpin: partial[None] | None = None) -> None:
+    def _forget(self, pool: MappedPool, owner: int, pinning: _Pinning | None = None) -> None:
         """The mapping goes, and no copy touches it. A fork's child has none of what its parent did with the GPU."""
         if os.getpid() != owner:
             return
@@ -96,5 +142,5 @@ class PoolViews:
             memory = self._known.pop(pool, None)
         if memory is not None:
             memory.close()
-        if unpin is not None:
-            unpin()
+        if pinning is not None:
+            pinning.end()

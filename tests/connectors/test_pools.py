@@ -1,12 +1,14 @@
 """What copies see of the daemon's pools while sessions come and go. A memfd plays a device's memory."""
 
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from engines.scripted import eventually
 
 from kvcascade.connectors import pools
 from kvcascade.connectors.layout import PoolSlots
@@ -91,30 +93,73 @@ def test_views_let_go_of_what_is_still_mapped(daemon: Daemon, imports: list[str]
     assert imports == ["open 0", "close 0"]
 
 
-@pytest.mark.parametrize("pinned", [None, "the driver says no"])
+class Cuda:
+    """Notes what is pinned, and waits on the way where it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.refuses_from = 99
+        self.open = threading.Event()
+        self.open.set()
+        monkeypatch.setattr(pools, "register_host", self.register)
+        monkeypatch.setattr(pools, "unregister_host", self.unregister)
+        monkeypatch.setattr(pools, "REGISTER_CHUNK", PAGES // 4 * PAGE)
+
+    def register(self, array: Any, device: str) -> str | None:
+        assert len(array) == PAGES // 4 * PAGE
+        if len(self.calls) >= self.refuses_from:
+            return "the driver says no"
+        self.calls.append(f"pin {device}")
+        self.open.wait(20)
+        return None
+
+    def unregister(self, array: Any, device: str) -> None:
+        self.calls.append(f"unpin {device}")
+
+
 def test_a_host_pool_is_pinned_once_a_mapping_and_let_go_of_before_it_is_unmapped(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, pinned: str | None
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[str] = []
-
-    def note(name: str, answer: str | None) -> Callable[..., str | None]:
-        def noted(array: Any, device: str) -> str | None:
-            assert len(array) == PAGES * PAGE
-            calls.append(f"{name} {device}")
-            return answer
-
-        return noted
-
-    monkeypatch.setattr(pools, "register_host", note("pin", pinned))
-    monkeypatch.setattr(pools, "unregister_host", note("unpin", None))
+    cuda = Cuda(monkeypatch)
     views = PoolViews(torch.device("cuda", 1))
     old, new = daemon.attach("cpu"), daemon.attach("cpu")
+    views.prepare([old])
     for pool in (old, new, old, new):
         views.slots({1: pool}, WHICH, THIRD, PAGE)
-    assert calls == ["pin cuda:1"] * 2
+    eventually(lambda: cuda.calls == ["pin cuda:1"] * 8)
     old.close()
     new.close()
-    assert calls[2:] == ([] if pinned else ["unpin cuda:1"] * 2)
+    assert cuda.calls[8:] == ["unpin cuda:1"] * 8
+
+
+def test_nobody_waits_for_a_pool_to_be_pinned_and_what_is_closed_is_pinned_no_further(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = Cuda(monkeypatch)
+    cuda.open.clear()
+    views, pool = PoolViews(torch.device("cuda")), daemon.attach("cpu")
+    slots = views.slots({1: pool}, WHICH, THIRD, PAGE)
+    assert isinstance(slots, PoolSlots) and len(slots) == 1
+    eventually(lambda: cuda.calls)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    eventually(lambda: pool.before_close is None)
+    assert closing.is_alive()  # one part is being pinned
+    cuda.open.set()
+    closing.join()
+    pins = cuda.calls.count("pin cuda:0")
+    assert cuda.calls == ["pin cuda:0"] * pins + ["unpin cuda:0"] * pins and pins
+
+
+def test_a_pool_that_can_be_pinned_in_part_is_used_as_it_is(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    cuda.refuses_from = 3
+    views, pool = PoolViews(torch.device("cuda")), daemon.attach("cpu")
+    views.prepare([pool])
+    assert len(views.slots({1: pool}, WHICH, THIRD, PAGE)) == 1
+    eventually(lambda: len(cuda.calls) == 3)
+    pool.close()
+    assert cuda.calls == ["pin cuda:0"] * 3 + ["unpin cuda:0"] * 3
 
 
 def test_a_forks_child_leaves_the_gpu_alone(daemon: Daemon, imports: list[str]) -> None:
