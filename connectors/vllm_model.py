@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as hooks
+from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -120,6 +121,11 @@ def refuse_unsupported(config: Any, options: Mapping[str, Any], offered: Offered
             raise ConfigError(f"{name}: only --{name.replace('_', '-')} 1 is handled")
     if getattr(parallel, "nnodes", 1) > 1:
         raise ConfigError("nnodes: the ranks of one engine must be on one host, next to its daemon: use --nnodes 1")
+    if getattr(parallel, "use_ray", False) and parallel.world_size > 1:
+        raise ConfigError(
+            "distributed_executor_backend: Ray may put the ranks of one engine on several hosts, and they must be on "
+            "one, next to its daemon: use --distributed-executor-backend mp"
+        )
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError(
             "calculate_kv_scales: KV scales that are computed at run time differ from engine to engine: "
@@ -130,6 +136,12 @@ def refuse_unsupported(config: Any, options: Mapping[str, Any], offered: Offered
         raise ConfigError(
             f"kv_cache_dtype: {kv_dtype} keeps scales beside the values; "
             f"use --kv-cache-dtype auto, bfloat16, float16, {', '.join(_FP8)}"
+        )
+    if kv_dtype in _FP8 and (flavour := current_platform.fp8_dtype()) != torch.float8_e4m3fn:
+        # The same bytes are other numbers, and engines on other devices would take them for theirs.
+        raise ConfigError(
+            f"kv_cache_dtype: {kv_dtype} is {str(flavour).removeprefix('torch.')} on this device, which is not "
+            "handled; use --kv-cache-dtype auto, bfloat16, float16"
         )
     if getattr(config.model_config, "enable_sleep_mode", False) and not offered.tells_of_sleep:
         raise ConfigError(

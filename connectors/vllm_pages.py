@@ -58,7 +58,7 @@ def page_namespace(
         "dtype": config.model.dtype,
         "layout": config.kv_cache_layout or "",
         # Some arrange the bytes of a page in a way of their own, under a layout that says nothing of it.
-        "platform": current_platform.device_name,
+        "platform": current_platform.device_name + (" fnuz" if current_platform.is_fp8_fnuz() else ""),
         "canonical": bool(config.canonical_layout),
         "replicated": bool(spec.replicated_layout),
         "groups": [

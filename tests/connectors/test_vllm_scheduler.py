@@ -693,7 +693,9 @@ def test_stored_blocks_are_announced_with_their_tokens(start_lab, daemon, multi)
         ({"extra": {"sokcet": "/x"}}, "'sokcet'"),
         ({"extra": {"sync_budget_bytes": -1}}, "sync_budget_bytes must be a number"),
         ({"kv_dtype": "int8_per_token_head"}, "--kv-cache-dtype"),
+        ({"kv_dtype": "fp8", "fp8": "float8_e4m3fnuz"}, "fp8 is float8_e4m3fnuz on this device"),
         ({"stages": 2}, "--pipeline-parallel-size 1"),
+        ({"executor": "ray"}, "--distributed-executor-backend mp"),
         ({"recurrent": True}, "layer model.layers.9.mixer keeps its KV as MambaSpec: a recurrent state"),
     ],
 )

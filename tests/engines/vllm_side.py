@@ -16,6 +16,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import cbor2
@@ -109,6 +110,8 @@ class Lab:
         algo: str = "sha256_cbor",
         kv_dtype: str = "auto",
         stages: int = 1,
+        executor: str = "",
+        fp8: str = "float8_e4m3fn",
         window: int = 0,
         drafts: int = 0,
         eagle: bool = False,
@@ -120,7 +123,8 @@ class Lab:
 
         `window`: tokens that a second KV group's layers see, or 0 for one group alone. `drafts`: tokens that are
         guessed for each step, some of them wrong. `eagle`: the first group holds a drafter's layers too. `recurrent`:
-        another group keeps a state. `sleeps`: started with sleep mode.
+        another group keeps a state. `sleeps`: started with sleep mode. `executor`: that of two ranks. `fp8`: what the
+        device makes of it.
         """
         from vllm.config import (
             CacheConfig,
@@ -147,6 +151,8 @@ class Lab:
             SlidingWindowSpec,
         )
         from vllm.v1.structured_output import StructuredOutputManager
+
+        from kvcascade.connectors import vllm_model
 
         init_none_hash(sha256_cbor)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256_cbor)
@@ -198,6 +204,10 @@ class Lab:
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
         )
         self.config.parallel_config.pipeline_parallel_size = stages
+        if executor:
+            self.config.parallel_config.distributed_executor_backend = executor
+            self.config.parallel_config.world_size = 2
+        vllm_model.current_platform = SimpleNamespace(fp8_dtype=lambda: getattr(torch, fp8))
         target.enable_sleep_mode = sleeps  # which a CPU has not: what vLLM then calls, `sleep` and `wake` do
         sizes = {"block_size": BLOCK_TOKENS, "num_kv_heads": HEADS, "head_size": HEAD_DIM, "dtype": torch.float32}
         specs = [FullAttentionSpec(**sizes)]
