@@ -1,7 +1,8 @@
 """The loads that a paged engine's scheduler has promised: from the blocks that the engine gave for one to its end.
 
-Rule: what is promised is planned, or is told to have failed: an engine waits for it. Blocks that are below memory are
-brought up first, on threads that may wait, and such a load is planned by a later step.
+Rules: what is promised is planned, or is told to have failed: an engine waits for it. Blocks that are below memory are
+brought up first, on threads that may wait, and such a load is planned by a later step; one whose blocks are in memory
+never stands behind those that wait.
 """
 
 import logging
@@ -20,6 +21,7 @@ from .paged_lookups import Found
 
 log = logging.getLogger(__name__)
 
+LOCATE_THREADS = 2
 LOAD_THREADS = 8
 
 
@@ -28,6 +30,7 @@ class _Loading(Errand):
     """One load: blocks [first, first + len(blocks)) of each group's chain, their places in memory once it is done.
 
     `leased`: the first block of each group's lease; between it and `first`, or the other way, nothing is needed.
+    `until`: how long it may wait for blocks to come up, those of all groups and its place in the queue included.
     """
 
     request_id: str
@@ -37,7 +40,7 @@ class _Loading(Errand):
     leased: tuple[int, ...]
     first: tuple[int, ...]
     blocks: BlockIds
-    patience: float
+    until: float
     places: list[Load] = field(default_factory=list)
     planned: bool = False
 
@@ -55,7 +58,8 @@ class Loads:
         self._asker = asker
         self._limits = asker.limits
         self._null_block = null_block
-        self._locator = asker.threads("load", LOAD_THREADS)
+        self._locator = asker.threads("locate", LOCATE_THREADS)
+        self._waiter = asker.threads("load", LOAD_THREADS)
         # The scheduling thread's alone.
         self._unplanned: list[_Loading] = []
         self._background: dict[str, _Loading] = {}  # planned or not, by request
@@ -85,7 +89,7 @@ class Loads:
             found.leased if found is not None else first,
             first,
             tuple(tuple(ids[begin:end]) for ids, begin, end in zip(blocks, first, ends, strict=True)),
-            self._limits.handoff_patience if request.ticket else self._limits.load_wait,
+            self._asker.clock() + (self._limits.handoff_patience if request.ticket else self._limits.load_wait),
         )
         self._unplanned.append(loading)
         if background:
@@ -179,17 +183,37 @@ class Loads:
     # ---- on other threads
 
     def _locate(self, loading: _Loading, counts: Sequence[int]) -> None:
-        """On a loading thread: waits until the blocks are in memory."""
-        wait = loading.patience
-        timeout = wait + self._limits.timeout
+        """On a thread that waits for no block; where one has to come up from below, another goes on."""
+        if self._find(loading, counts, waits=False) or loading.abandoned or self._asker.closed:
+            self._asker.settle(loading)
+        else:
+            self._waiter.submit(self._wait, loading, counts)
+
+    def _wait(self, loading: _Loading, counts: Sequence[int]) -> None:
+        """On a thread that may wait."""
+        if not loading.abandoned:
+            self._find(loading, counts, waits=True)
+        self._asker.settle(loading)
+
+    def _find(self, loading: _Loading, counts: Sequence[int], *, waits: bool) -> bool:
+        """Ask where the blocks are; False if some are not in memory, and may be later."""
+        loading.places = []
+        timeout = self._limits.timeout
         try:
             for lease, count in zip(loading.leases, counts, strict=True):
-                loading.places.append(loading.session.load(lease, count, wait_ms=int(wait * 1000), timeout=timeout))
+                left = loading.until - self._asker.clock()
+                if left < -timeout:
+                    return True  # the daemon has answered nobody for long
+                wait = max(0.0, left) if waits else 0.0
+                place = loading.session.load(lease, count, wait_ms=int(wait * 1000), timeout=wait + timeout)
+                loading.places.append(place)
+                if place.count < count and not waits:
+                    return False
         except CascadeError as error:
             self._asker.failed("load failed", loading.request_id, error)
         except Exception:
             log.exception("load failed request=%s", loading.request_id)
-        self._asker.settle(loading)
+        return True
 
     def _end(self, loading: _Loading, failures: dict[int, list[int]]) -> None:
         """On the asking thread."""

@@ -24,6 +24,7 @@ from kvcascade.connectors import paged_worker
 from kvcascade.connectors.base import FailedLoad, MatchState, Report, Request, Step, StepPlan
 from kvcascade.connectors.layout import VLLM_ORDERS
 from kvcascade.connectors.paged_asking import Limits
+from kvcascade.connectors.paged_loads import LOAD_THREADS
 from kvcascade.connectors.paged_scheduler import PagedScheduler
 from kvcascade.connectors.paged_worker import PagedWorker
 from kvcascade.connectors.safe import SafeScheduler
@@ -462,6 +463,92 @@ def loading_two(start_node: Any, daemon: Any) -> Any:
         return first, second, second.scheduler.plan_step(Step({}, {}))
 
     return begin
+
+
+class SlowSession(Session):
+    """For requests named so nothing is in memory, and a load that may wait does until it is let go."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.slow: set[int] = set()
+        self.waits: list[int] = []
+        self.go = threading.Event()
+
+    def lookup(self, hashes: Any, *, request: Any, **options: Any) -> Lookup:
+        answer = super().lookup(hashes, request=request, **options)
+        if request.startswith("slow"):
+            self.slow.add(answer.lease)
+        return answer
+
+    def load(self, lease: int, count: int, *, wait_ms: int = 0, timeout: float | None = None) -> Load:
+        if lease not in self.slow:
+            return super().load(lease, count, wait_ms=wait_ms, timeout=timeout)
+        if threading.current_thread().name.startswith("kvcascade-load"):
+            self.waits.append(wait_ms)
+            assert not wait_ms or self.go.wait(20)
+        return super().load(lease, 0, timeout=timeout)
+
+
+def slow_node(start_node: Any, daemon: Any, groups: list[KVGroup], load_wait: float) -> Node:
+    """An engine that another one has stored for, and whose scheduler waits for nothing."""
+    orders = ["LBHNC"] * len(groups)
+    first = start_node(groups, orders)
+    for number, group in enumerate(groups):
+        first.fill(number, whole(group, "bfloat16"))
+    first.store("a", TOKENS, (FROM,) * len(groups))
+    eventually(lambda: dram_blocks(daemon) == COUNT * len(groups))
+    limits = replace(PATIENT, step_wait=0.0, load_wait=load_wait)
+    node: Node = start_node(groups, orders, session=SlowSession, limits=limits)
+    return node
+
+
+def begin_load(node: Node, name: str) -> None:
+    request = node.request(name, TOKENS)
+    node.scheduler.arrived(request)
+    eventually(lambda: node.scheduler.match(request, 0).state is MatchState.READY)
+    node.scheduler.allocated(request, (TO,) * len(node.groups), COUNT * 16, background=True)
+
+
+@pytest.mark.parametrize("groups", [[GROUP], [GROUP, TWO]])
+def test_what_is_in_memory_is_loaded_however_many_wait_for_a_drive(start_node, daemon, groups):
+    # Invariant 3: DRAM never waits for disk. As many loads wait as can, and two more are queued behind them.
+    node = slow_node(start_node, daemon, groups, load_wait=60.0)
+    session = node.scheduler._asker.session
+    for number in range(LOAD_THREADS + 2):
+        begin_load(node, f"slow {number}")
+    eventually(lambda: len(session.waits) == LOAD_THREADS)
+    begin_load(node, "fast")
+    planned: set[str] = set()
+
+    def is_planned() -> bool:
+        planned.update(load.request_id for load in node.scheduler.plan_step(Step({}, {})).loads)
+        return "fast" in planned
+
+    try:
+        eventually(is_planned)
+        assert planned == {"fast"} and len(session.waits) == LOAD_THREADS
+    finally:
+        session.go.set()
+
+
+def test_all_groups_of_a_load_wait_no_longer_together_than_one_may(start_node, daemon):
+    node = slow_node(start_node, daemon, [GROUP, TWO], load_wait=0.3)
+    session = node.scheduler._asker.session
+    begin_load(node, "slow")
+    eventually(lambda: session.waits)
+    time.sleep(0.4)
+    session.go.set()
+    failed: list[FailedLoad] = []
+
+    def is_over() -> bool:
+        plan = node.scheduler.plan_step(Step({}, {}))
+        assert not plan.loads
+        failed.extend(plan.failed)
+        return bool(failed)
+
+    eventually(is_over)
+    assert {failure.group for failure in failed} == {0, 1}
+    assert 0 < session.waits[0] <= 300 and session.waits[1:] == [0]
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -573,7 +573,7 @@ class Lab:
         scheduler, worker = self._ours
         return {
             "ask": (scheduler._paged._asker, "_asking", 1),
-            "load": (scheduler._paged._loads, "_locator", 8),
+            "load": (scheduler._paged._loads, "_locator", 2),
             "copy": (worker._paged, "_copier", 2),
         }[what]
 
