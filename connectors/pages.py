@@ -2,7 +2,8 @@
 
 For engines whose scheduler's thread may not wait, and whose pages are stored as they are: a page is a row of one array,
 a block is a page. Everything that is put in comes out: a question as a last `Answer`, a job as a `Done`, once; what
-the daemon does not answer, or refuses, as not found or failed. One thread asks, one stores, some load.
+the daemon does not answer, or refuses, as not found or failed. One thread asks, one stores, some load; loads for which
+blocks must come up from below wait on threads of their own, so that what is in memory never stands behind them.
 
 Blocks that other nodes hold are waited for here, by asking again: a block is found when it lies in the node's own
 memory or on its disk, not when somebody is said to have it.
@@ -39,6 +40,7 @@ OPERATION_S: Final = 1.0
 END_S: Final = 15.0
 BATCH_BYTES: Final = 32 << 20
 LOADERS: Final = 2
+WAITERS: Final = 8
 # Blocks that other nodes are asked for are asked after this often: less and less while they do not come.
 AGAIN_FIRST_S, AGAIN_LAST_S, AGAIN_FACTOR = 0.001, 0.064, 1.5
 LOOKUP_BATCHES: Final = 64  # queued; beyond it the lookup thread is far behind and new questions are misses
@@ -129,6 +131,15 @@ class Done:
     nbytes: int = 0
 
 
+@dataclass(eq=False, slots=True)
+class _Work:
+    """A job that threads work at, and which of its keys are where they were to go."""
+
+    job: Job
+    good: list[bool]
+    began: float = 0.0
+
+
 class Circuit:
     """Open (nobody asks) for a while after a failure, longer after each further one. Any thread may use it."""
 
@@ -173,14 +184,16 @@ class Mover:
         self._questions: queue.Queue[list[Question] | None] = queue.Queue(LOOKUP_BATCHES)
         # Under _changed: the jobs that no thread has begun, the number of those begun, and whether it is over.
         self._changed = threading.Condition()
-        self._loads: deque[Job] = deque()
-        self._stores: deque[Job] = deque()
+        self._loads: deque[_Work] = deque()
+        self._late: deque[_Work] = deque()  # loads that wait for blocks from below
+        self._stores: deque[_Work] = deque()
         self._running = 0
         self._over = False
         work = [
             ("lookup", self._look_up),
             ("store", lambda: self._work(self._stores, self._store)),
             *[("load", lambda: self._work(self._loads, self._load))] * LOADERS,
+            *[("wait", lambda: self._work(self._late, self._load_late))] * WAITERS,
         ]
         self._threads = [threading.Thread(target=run, name=f"kvcascade-{name}", daemon=True) for name, run in work]
         for thread in self._threads:
@@ -202,11 +215,11 @@ class Mover:
     def store(self, job: Job) -> None:
         self._queue(self._stores, job)
 
-    def _queue(self, jobs: deque[Job], job: Job) -> None:
+    def _queue(self, queued: deque[_Work], job: Job) -> None:
         with self._changed:
-            jobs.append(job)
+            queued.append(_Work(job, [False] * len(job.keys)))
             if self._over:
-                self._give_up(jobs)
+                self._give_up()
             self._changed.notify_all()
 
     def drain(self) -> None:
@@ -215,17 +228,16 @@ class Mover:
         Bounded by the deadline of the operation, and the copy, that each thread is in.
         """
         with self._changed:
-            self._give_up(self._loads)
-            self._give_up(self._stores)
+            self._give_up()
             while self._running:
                 self._changed.wait()
+                self._give_up()  # what has been put off since
 
     def close(self) -> None:
         """As drain, and the threads end. Raises CascadeError if one does not: it may still copy."""
         with self._changed:
             self._over = True
-            self._give_up(self._loads)
-            self._give_up(self._stores)
+            self._give_up()
             self._changed.notify_all()
         try:
             self._questions.put(None, timeout=END_S)
@@ -240,9 +252,10 @@ class Mover:
         self._rows = None
         self.session.close(OPERATION_S)
 
-    def _give_up(self, jobs: deque[Job]) -> None:
-        while jobs:
-            self.results.append(Done(jobs.popleft().job_id, False))
+    def _give_up(self) -> None:
+        for queued in (self._loads, self._late, self._stores):
+            while queued:
+                self.results.append(Done(queued.popleft().job.job_id, False))
 
     # ---- the lookup thread
 
@@ -329,67 +342,89 @@ class Mover:
 
     # ---- the copying threads
 
-    def _work(self, jobs: deque[Job], run: Callable[[Job], list[bool]]) -> None:
+    def _work(self, queued: deque[_Work], run: Callable[[_Work], bool]) -> None:
+        """Runs what is queued; what is not over then is for those that may wait."""
         while True:
             with self._changed:
-                while not jobs and not self._over:
+                while not queued and not self._over:
                     self._changed.wait()
-                if not jobs:
+                if not queued:
                     return
-                job = jobs.popleft()
+                work = queued.popleft()
                 self._running += 1
-            begin = time.monotonic()
-            good = [False] * len(job.keys)
+            work.began = work.began or time.monotonic()
+            over = True
             try:
-                good = run(job)
+                over = run(work)
             except Exception:
-                log.exception("job failed job=%s", job.job_id)
-            whole = tuple(key for key, well in zip(job.keys, good, strict=True) if well)
-            size = 0 if self._rows is None else int(self._rows.shape[1])
-            result = Done(job.job_id, all(good), whole, time.monotonic() - begin, len(whole) * size)
+                log.exception("job failed job=%s", work.job.job_id)
             with self._changed:
-                self.results.append(result)
+                if over or self._over:
+                    self.results.append(self._done(work))
+                else:
+                    self._late.append(work)
                 self._running -= 1
                 self._changed.notify_all()
+
+    def _done(self, work: _Work) -> Done:
+        whole = tuple(key for key, well in zip(work.job.keys, work.good, strict=True) if well)
+        size = 0 if self._rows is None else int(self._rows.shape[1])
+        return Done(work.job.job_id, all(work.good), whole, time.monotonic() - work.began, len(whole) * size)
 
     def _batch(self) -> int:
         assert self._rows is not None
         return max(1, BATCH_BYTES // int(self._rows.shape[1]))
 
-    def _load(self, job: Job) -> list[bool]:
-        deadline = time.monotonic() + self._load_s
-        good = [False] * len(job.keys)
+    def _load(self, work: _Work) -> bool:
+        """Loads what is in memory; whether that is all that can be had."""
+        over = self._advance_load(work, waits=False)
+        if over:
+            self._count_loaded(work)
+        return over
+
+    def _load_late(self, work: _Work) -> bool:
+        """Loads what is in memory, or comes there in time."""
+        self._advance_load(work, waits=True)
+        self._count_loaded(work)
+        return True
+
+    def _count_loaded(self, work: _Work) -> None:
+        self.counts["loaded_chunks"] += sum(work.good)
+        self.counts["failed_chunks"] += len(work.good) - sum(work.good)
+
+    def _advance_load(self, work: _Work, *, waits: bool) -> bool:
+        """False if blocks are left out that lie below memory."""
+        job, good, over = work.job, work.good, True
         by_group: dict[int, list[int]] = {}
         for place, key in enumerate(job.keys):
-            by_group.setdefault(self._groups[group_of(key)], []).append(place)
+            if not good[place]:
+                by_group.setdefault(self._groups[group_of(key)], []).append(place)
         for group, places in by_group.items():
             for start in range(0, len(places), self._batch()):
                 part = places[start : start + self._batch()]
                 # Room for promotions, and pins, may come with each block that was loaded and let go.
-                while part and not self.circuit.open and time.monotonic() < deadline:
-                    loaded = self._load_part(job, group, part, deadline)
+                while part and not self.circuit.open:
+                    left = max(0.0, work.began + self._load_s - time.monotonic())
+                    loaded, below = self._load_part(job, group, part, left if waits else 0.0)
                     for place in loaded:
                         good[place] = True
-                    if not loaded:
-                        break
                     part = [place for place in part if not good[place]]
-        self.counts["loaded_chunks"] += sum(good)
-        self.counts["failed_chunks"] += len(good) - sum(good)
-        return good
+                    if not loaded or not left:
+                        over = over and not below
+                        break
+        return over
 
-    def _load_part(self, job: Job, group: int, part: list[int], deadline: float) -> list[int]:
-        """Loads what lies in memory, or comes there in time; returns which of `part`."""
-        session, loaded, lease = self.session, list[int](), 0
+    def _load_part(self, job: Job, group: int, part: list[int], wait: float) -> tuple[list[int], bool]:
+        """Loads what lies in memory, or comes there in time; which of `part`, and whether more of it lies below."""
+        session, loaded, below, lease = self.session, list[int](), False, 0
         try:
             hashes = b"".join(job.keys[place][:HASH] for place in part)
             looked = session.lookup(hashes, request="", group=group, each=True, remote=False)
             lease = looked.lease
             if not lease or looked.found is None:
-                return []
-            left = max(0.0, deadline - time.monotonic())
-            load = session.load(
-                lease, looked.matched, wait_ms=int(left * 1000), timeout=max(OPERATION_S, left + OPERATION_S)
-            )
+                return [], False
+            load = session.load(lease, looked.matched, wait_ms=int(wait * 1000), timeout=wait + OPERATION_S)
+            below = load.count < looked.matched
             loaded = self._copy_out(load, job, [part[index] for index in looked.found[: load.count].tolist()])
             self._worked()
         except CascadeError as error:
@@ -398,7 +433,7 @@ class Mover:
             if lease:
                 with suppress(CascadeError):
                     session.release(lease, timeout=OPERATION_S)
-        return loaded
+        return loaded, below
 
     def _copy_out(self, load: Load, job: Job, places: list[int]) -> list[int]:
         rows = self._rows
@@ -409,15 +444,16 @@ class Mover:
         intact = self.session.intact(load)
         return [place for place, well in zip(places, intact.tolist(), strict=True) if well]
 
-    def _store(self, job: Job) -> list[bool]:
+    def _store(self, work: _Work) -> bool:
         good: list[bool] = []
-        for run in job.runs:
+        for run in work.job.runs:
             for first in range(0, len(run.chunks), self._batch()):
                 chunks = run.chunks[first : first + self._batch()]
                 start = run.start + first
                 good += self._store_part(run.group, run.hashes[: (start + len(chunks)) * HASH], start, chunks)
+        work.good = good
         self.counts["dropped_chunks"] += len(good) - sum(good)
-        return good
+        return True
 
     def _store_part(self, group: int, hashes: bytes, start: int, chunks: Sequence[int]) -> list[bool]:
         nothing = [False] * len(chunks)

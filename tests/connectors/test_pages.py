@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 from conftest import DaemonProcess
 
-from kvcascade.connectors.pages import GROUP, HASH, Done, Job, Mover, Question, Run
-from kvcascade.daemon.attachment import Load, MappedPool, Reservation, Session
+from kvcascade.connectors.pages import GROUP, HASH, WAITERS, Done, Job, Mover, Question, Run
+from kvcascade.daemon.attachment import Load, Lookup, MappedPool, Reservation, Session
 from kvcascade.tiers.block import TAGGED, KVGroup, none_hash, probe_hashes
 from kvcascade.tiers.namespace import Namespace
 
@@ -228,6 +228,74 @@ def test_draining_waits_for_the_copy_that_runs(daemon: DaemonProcess) -> None:
     mover.drain()
     assert mover.results.popleft().success
     rows[:] = 0xA5
+    time.sleep(0.2)
+    assert (rows == 0xA5).all()
+    mover.close()
+
+
+class SlowSession(Session):
+    """Of the chain whose first hash is `slow` nothing is in memory, and who may wait for it does until it is let go."""
+
+    slow = b""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.leases: set[int] = set()
+        self.waiting: set[int] = set()
+        self.go = threading.Event()
+
+    def lookup(self, hashes: Any, **options: Any) -> Lookup:
+        answer = super().lookup(hashes, **options)
+        if self.slow and hashes.startswith(self.slow):
+            self.leases.add(answer.lease)
+        return answer
+
+    def load(self, lease: int, count: int, *, wait_ms: int = 0, timeout: float | None = None) -> Load:
+        if lease not in self.leases:
+            return super().load(lease, count, wait_ms=wait_ms, timeout=timeout)
+        if wait_ms:
+            self.waiting.add(lease)
+            assert self.go.wait(PATIENCE_S)
+        return super().load(lease, count if wait_ms else 0, timeout=timeout)
+
+
+def test_what_is_in_memory_is_loaded_however_many_wait_for_a_drive(daemon: DaemonProcess) -> None:
+    # Invariant 3: DRAM never waits for disk. As many loads wait as can, and two more are queued behind them.
+    slow, rows = session(daemon, SlowSession), np.zeros((64, ROW), np.uint8)
+    mover = Mover(slow, rows, {0: 0}, 60.0, 5.0)
+    hanging, here = keys("a", 2), keys("b", 4)
+    assert store(mover, rows, hanging).success and store(mover, rows, here).success
+    rows[:] = 0
+    slow.slow = hanging[0][:HASH]  # type: ignore[attr-defined]
+    for number in range(WAITERS + 2):
+        mover.load(Job(10 + number, hanging, chunks=(2 * number, 2 * number + 1)))
+    deadline = time.monotonic() + PATIENCE_S
+    while len(slow.waiting) < WAITERS:  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    mover.load(Job(2, here, chunks=(60, 61, 62, 63)))
+    done = ended(mover)
+    assert (done.job_id, done.success, done.good) == (2, True, here)
+    assert all((rows[60 + place] == pattern(key)).all() for place, key in enumerate(here))
+    slow.go.set()  # type: ignore[attr-defined]
+    late = [ended(mover) for _ in range(WAITERS + 2)]
+    assert sorted(done.job_id for done in late) == list(range(10, 12 + WAITERS)) and all(done.success for done in late)
+    assert (rows[: 2 * len(late)] == np.stack([pattern(key) for key in hanging * len(late)])).all()
+    mover.close()
+
+
+def test_loads_that_wait_or_are_to_wait_are_over_once_drained(daemon: DaemonProcess) -> None:
+    slow, rows = session(daemon, SlowSession), np.zeros((64, ROW), np.uint8)
+    mover = Mover(slow, rows, {0: 0}, 60.0, 5.0)
+    mine = keys("a", 2)
+    assert store(mover, rows, mine).success
+    slow.slow = mine[0][:HASH]  # type: ignore[attr-defined]
+    for number in range(WAITERS + 4):
+        mover.load(Job(10 + number, mine, chunks=(2 * number, 2 * number + 1)))
+    threading.Timer(0.3, slow.go.set).start()  # type: ignore[attr-defined]
+    mover.drain()
+    rows[:] = 0xA5
+    assert sorted(done.job_id for done in mover.results) == list(range(10, 14 + WAITERS))
     time.sleep(0.2)
     assert (rows == 0xA5).all()
     mover.close()
