@@ -278,7 +278,7 @@ async def test_a_bad_network_costs_misses_until_it_is_good_again(fault: Fault) -
             endpoint = Endpoint("127.0.0.1", proxy.port)
             await eventually_whole(peers, endpoint, me.boot)
             fault(proxy)
-            reasons = await trouble(peers, endpoint, me.boot, 0.6)
+            reasons = await trouble(peers, endpoint, me.boot, 0.95)
             assert None not in reasons[2:]
             assert peers.status()[0]["reason"] in peers.problems()[0]
             with pytest.raises(TierUnavailable, match="left alone"):
