@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol, Self, TypeVar
 from kvcascade.config.errors import CascadeError, ConfigError, ProtocolError, Refused, TierUnavailable
 from kvcascade.config.settings import Endpoint, PeerSettings
 from kvcascade.tiers import value
+from kvcascade.tiers.block import HASH_BYTES
 from kvcascade.tiers.codec import Codec, encode
 from kvcascade.tiers.remote import Secret
 from kvcascade.tiers.wire import SOCKET_BYTES
@@ -28,6 +29,7 @@ from .fleet import NodeInfo
 from .granting import Grant
 from .peer_wire import Channel, Different, Say, tls_context
 from .protocol import MOST_LISTED, take
+from .remote import MOST_BLOCKS
 
 log = logging.getLogger("kvcascade.peers")
 
@@ -40,6 +42,7 @@ ENDING: Final = 64  # whose place was taken, and whose threads are still to end
 HANDSHAKE_S: Final = 5.0
 IDLE_S: Final = 120.0  # a connection that asks for nothing is closed
 MAX_WAIT_S: Final = 60.0
+MOST_HASHES: Final = MOST_BLOCKS * max(HASH_BYTES.values())  # bytes of one question, which no node has more of
 BACKLOG: Final = 128
 PIECE: Final = 1 << 20  # of a payload at most, where the bandwidth is limited
 PIECES_S: Final = 64  # a second, so that many callers who share it do not take each other for silent
@@ -302,7 +305,7 @@ class PeerServer:
                 raise Refused("this node was started anew: what is known of it is out of date")
             namespace = take(values, "namespace", bytes, lo=32, hi=32)
             group = take(values, "group", int, lo=0, hi=255)
-            hashes = take(values, "hashes", bytes)
+            hashes = take(values, "hashes", bytes, hi=MOST_HASHES)
             if said == Say.ASK:
                 wait = min(take(values, "wait_ms", int, lo=0) / 1000, MAX_WAIT_S)
                 channel.until(time.monotonic() + wait + IDLE_S)

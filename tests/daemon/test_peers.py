@@ -20,6 +20,7 @@ from kvcascade.config.settings import Endpoint, PeerSettings
 from kvcascade.daemon import peer_server
 from kvcascade.daemon.peer_wire import Channel, Say
 from kvcascade.daemon.peers import TROUBLE_S, VOID, Peers
+from kvcascade.daemon.remote import MOST_BLOCKS
 from kvcascade.tiers.codec import Codec
 from kvcascade.tiers.remote import Secret
 from kvcascade.tiers.wire import LATE
@@ -434,6 +435,17 @@ async def test_a_node_is_left_alone_for_silence_and_not_for_the_hurry_of_who_ask
                 if peers.status()[0]["state"] == "sick":
                     break
             assert peers.status()[0]["state"] == "sick"
+
+
+async def test_a_question_of_more_blocks_than_a_node_asks_for_is_refused() -> None:
+    me = node("source")
+    pool = Pool(HASHES)
+    async with serving(pool, me) as server, asking() as peers:
+        most = HASHES + [HASHES[-1]] * (MOST_BLOCKS - len(HASHES))
+        assert await ask(peers, server.endpoint, me.boot, most) == MOST_BLOCKS
+        with pytest.raises(Refused, match="hashes"):
+            await ask(peers, server.endpoint, me.boot, [*most, HASHES[0]])
+        assert pool.asked == 1
 
 
 @pytest.mark.parametrize("after", [0.0, 0.001, 0.01, 0.05, 0.1, 0.2])
