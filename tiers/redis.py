@@ -251,6 +251,7 @@ class RedisTier:
         except TierUnavailable:
             if not self._topology.nodes:
                 raise
+        self._nodes.prune()
         infos: dict[Node, dict[str, str]] = {}
         away: dict[Node, str] = {}
         marks: dict[bytes, bytes] = {}

@@ -124,8 +124,9 @@ class Nodes:
 
     def wire(self, node: Node, deadline: float, silence: float = math.inf, *, probe: bool = False) -> Wire:
         """This thread's connection to a node. TierUnavailable."""
-        if not probe and node in self.away:
-            raise TierUnavailable(self.away[node])
+        away = None if probe else self.away.get(node)
+        if away is not None:
+            raise TierUnavailable(away)
         if deadline <= self._clock():
             raise TierUnavailable(f"redis: {LATE}")  # and the connection is as good as it was
         wires: dict[Node, Wire] = self._own.__dict__.setdefault("by_node", {})
@@ -153,8 +154,22 @@ class Nodes:
                 raise TierUnavailable(f"redis: {LATE}") from error  # it had less time than a connection may take
             raise
 
+    def prune(self) -> None:
+        """Closes this thread's connections to nodes that are none of the cluster's any more. Not while it uses any."""
+        if self._own.__dict__.get("version") == self._topology.version:
+            return
+        self._own.version = self._topology.version
+        nodes = set(self._topology.nodes)
+        wires: dict[Node, Wire] = self._own.__dict__.get("by_node", {})
+        for node in [one for one in wires if one not in nodes]:
+            wire = wires.pop(node)
+            wire.close()
+            with self._lock:
+                self._all.discard(wire)
+
     def _places(self, keys: Mapping[int, bytes], numbers: Iterable[int]) -> tuple[dict[Node, list[int]], str]:
         """Which of the numbered keys each node has; those that nobody has are left out, and why."""
+        self.prune()
         places: dict[Node, list[int]] = defaultdict(list)
         nowhere = ""
         for number in numbers:
@@ -173,8 +188,10 @@ class Nodes:
         replies: list[Any] = [TierUnavailable(f"redis: {LATE}")] * len(commands)
         keys = {number: key for number, (key, _) in enumerate(commands)}
         left: Sequence[int] = range(len(commands))
+        asked: dict[int, Node] = {}
         for _ in range(REDIRECTIONS):
             places, nowhere = self._places(keys, left)
+            asked |= {number: node for node, mine in places.items() for number in mine}
             if nowhere:
                 for number in set(left).difference(*places.values()):
                     replies[number] = TierUnavailable(nowhere)
@@ -184,13 +201,13 @@ class Nodes:
                 for number in left
                 if isinstance(reply := replies[number], RedisSaysNo)
                 and reply.code == "MOVED"
-                and self._moved(keys[number], reply)
+                and self._moved(keys[number], reply, asked[number])
             ]
             if not left:
                 break
         for number, reply in enumerate(replies):
             if isinstance(reply, RedisSaysNo) and reply.code == "ASK":
-                replies[number] = self._ask_other(reply, commands[number][1], course)
+                replies[number] = self._ask_other(reply, asked[number], commands[number][1], course)
         self._note_refusals(reply.code for reply in replies if isinstance(reply, RedisSaysNo))
         return replies
 
@@ -240,17 +257,19 @@ class Nodes:
                 wire.close()
             raise
 
-    def _moved(self, key: bytes, error: RedisSaysNo) -> bool:
+    def _moved(self, key: bytes, error: RedisSaysNo, asked: Node) -> bool:
         """Learns where a key is now; False where that is no address."""
-        node = _address(error)
-        if node is not None:
+        node = _address(error, asked)
+        if node is None:
+            self._topology.doubt()
+        else:
             self._topology.moved(key, node)
         return node is not None
 
-    def _ask_other(self, error: RedisSaysNo, packed: bytes, course: Course) -> Any:
+    def _ask_other(self, error: RedisSaysNo, asked: Node, packed: bytes, course: Course) -> Any:
         """Asks the node to which a cluster is just moving the key."""
         try:
-            wire = self._asking(error, course)
+            wire = self._asking(error, asked, course)
             try:
                 wire.send([packed])
                 return wire.reply()
@@ -262,8 +281,8 @@ class Nodes:
         except TierUnavailable as again:
             return again
 
-    def _asking(self, error: RedisSaysNo, course: Course, silence: float = math.inf) -> Wire:
-        node = _address(error)
+    def _asking(self, error: RedisSaysNo, asked: Node, course: Course, silence: float = math.inf) -> Wire:
+        node = _address(error, asked)
         if node is None:
             raise TierUnavailable("redis: not the Redis protocol")
         wire = self.wire(node, course.deadline, silence)
@@ -337,6 +356,7 @@ class Nodes:
                 # A node that says nothing leaves the others their part of the time.
                 part = max(0.0, course.deadline - self._clock()) / (len(places) - done)
                 self._carry_one(node, mine, reasons, course, send, hear, window, silence=part)
+            asked = {number: node for node, mine in places.items() for number in mine}
             moved = []
             for number in numbers:
                 code, _, rest = (reasons[number] or "").partition(" ")
@@ -344,9 +364,9 @@ class Nodes:
                     continue
                 no = RedisSaysNo(f"{code} {rest}")
                 reasons[number] = "it is on its way to another node"
-                if code == "MOVED" and self._moved(keys[number], no):
+                if code == "MOVED" and self._moved(keys[number], no, asked[number]):
                     moved.append(number)
-                elif code == "ASK" and (other := _address(no)) is not None:
+                elif code == "ASK" and (other := _address(no, asked[number])) is not None:
                     self._carry_one(other, [number], reasons, course, send, hear, window, asking=no)
             if not moved:
                 return
@@ -373,7 +393,7 @@ class Nodes:
                 if asking is None:
                     wire = self.wire(node, course.deadline, silence)
                 else:
-                    wire = self._asking(asking, course, silence)
+                    wire = self._asking(asking, node, course, silence)
                 course.begin(wire)
                 unheard = 0  # of those at the head of `rest`, which were sent
                 while rest:
@@ -501,10 +521,11 @@ class Nodes:
         return None
 
 
-def _address(error: RedisSaysNo) -> Node | None:
-    """The node that a redirection names."""
-    host, _, port = error.rest.rpartition(" ")[2].rpartition(":")
-    return (host, int(port)) if host and port.isdigit() and len(port) < 6 else None
+def _address(error: RedisSaysNo, asked: Node) -> Node | None:
+    """The node that a redirection names: without a host, one at the host of the node that was asked."""
+    host, colon, port = error.rest.rpartition(" ")[2].rpartition(":")
+    host = host or asked[0]
+    return (host, int(port)) if colon and host not in ("", "?") and port.isdigit() and len(port) < 6 else None
 
 
 def _window(size: int) -> int:

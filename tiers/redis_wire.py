@@ -253,6 +253,7 @@ class Topology:
 
     is_cluster = False
     due = False
+    version = 0  # another one after each change of what is known
 
     def __init__(self, settings: RedisSettings) -> None:
         """ConfigError for settings that can never work."""
@@ -418,6 +419,7 @@ class Cluster(Topology):
     def moved(self, key: bytes, node: Node) -> None:
         self._table[key_slot(key)] = node
         self.due = True
+        self.version += 1
 
     def doubt(self) -> None:
         self.due = True
@@ -429,6 +431,7 @@ class Cluster(Topology):
         for host, port in dict.fromkeys([*self._hosts(DEFAULT_PORT), *self.nodes]):
             try:
                 self._table = self._ask(host, port)
+                self.version += 1
             except (RedisError, RedisClusterException, OSError) as error:  # the second is none of the first
                 trouble = str(error)
                 continue
@@ -445,8 +448,9 @@ class Cluster(Topology):
             host=host, port=port, require_full_coverage=False, dynamic_startup_nodes=False, **options
         )
         try:
+            # A node whose address is not known to the others has none here.
             return {
-                slot: (str(nodes[0].host), int(nodes[0].port))
+                slot: (str(nodes[0].host or host), int(nodes[0].port))
                 for slot, nodes in cluster.nodes_manager.slots_cache.items()
             }
         finally:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -193,7 +194,13 @@ async def test_a_bad_way_to_one_node_of_a_cluster_costs_its_own_blocks_alone(
     assert "Exception" not in caplog.text
 
 
-async def test_slots_that_move_are_followed(cluster: RedisCluster) -> None:
+@pytest.mark.parametrize("endpoint", ["ip", "unknown-endpoint"])
+async def test_slots_that_move_are_followed(
+    cluster: RedisCluster, endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A node of an unknown endpoint is reached at the host of the one that names it.
+    for node in cluster.nodes:
+        node.client().config_set("cluster-preferred-endpoint-type", endpoint)
     async with opened(cluster.url) as tier:
         await tier.store(sends(range(20)), 5)
         number = next(n for n in range(20) if place(tier, n) == 0)
@@ -219,6 +226,47 @@ async def test_slots_that_move_are_followed(cluster: RedisCluster) -> None:
         await all_there()  # MOVED
         assert await tier.store(sends(range(20)), 5) == [None] * 20
         assert tier.available
+        assert "Exception" not in caplog.text
+
+
+async def test_connections_to_nodes_that_are_gone_are_closed() -> None:
+    # Where pods change their addresses nodes come back at others, for ever.
+    with ExitStack() as stack:
+        proxy = stack.enter_context(Proxy(0))
+
+        def prepare(cluster: RedisCluster) -> None:
+            proxy.target = cluster.nodes[0].port
+            cluster.announce(0, proxy.port)
+
+        cluster = stack.enter_context(serve_cluster(prepare=prepare))
+        cluster.ports.clear()
+        async with opened(cluster.url, threads=1) as tier:
+            assert await tier.store(sends(range(20)), 5) == [None] * 20
+            assert await tier.present([name(n) for n in range(20)], 5) == 20
+            before = connections(proxy.port)
+            assert before >= 3  # those of the threads: each closes its own, when it is asked for something
+            cluster.nodes[0].client().config_set("cluster-announce-port", cluster.nodes[0].port)
+            proxy.refuse = True
+            proxy.half_close()
+            reasons: list[str | None] = []
+            for _ in range(500):
+                reasons = await tier.fetch(fetches(range(20)), 5)
+                await tier.store(sends(range(20)), 5)
+                with suppress(TierUnavailable):
+                    await tier.present([name(n) for n in range(20)], 5)
+                if reasons == [None] * 20 and not connections(proxy.port):
+                    break
+                await asyncio.sleep(0.05)
+            assert reasons == [None] * 20
+            assert not connections(proxy.port)
+            assert tier.available
+
+
+def connections(port: int) -> int:
+    """Of this process to a port."""
+    listed = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    ours = {str(one.readlink()) for one in Path("/proc/self/fd").iterdir() if one.is_symlink()}
+    return sum(one[2].endswith(f":{port:04X}") and f"socket:[{one[9]}]" in ours for one in listed)
 
 
 async def test_a_cluster_away_at_the_start_and_back_later() -> None:
