@@ -162,7 +162,8 @@ class Sharing:
         if self._redis is None:
             return
         if reservation.source == Tier.REDIS:
-            self._cache.residency.index.shared_at[rows] = self._now()
+            # Who reads a value does not prolong its life, of which it may be near the end.
+            self._renew_soon(self._redis, space, rows, np.ones(len(rows), dtype=np.uint32))
         elif reservation.source is None and self._settings.write_policy == "through":
             self._enqueue(space, rows[self._cache.residency.index.shared_at[rows] == 0])
         self._note_moved(len(rows) * space.slot_bytes)
@@ -184,10 +185,13 @@ class Sharing:
             due |= (shared == 0) & (index.state[rows] == RowState.READY)
         asked, before = rows[due][:RENEW_BLOCKS], shared[due][:RENEW_BLOCKS]
         if len(asked):
-            index.shared_at[asked] = now
-            task = asyncio.create_task(self._renew(redis, space, asked, before), name="renew")
-            self._renewals.add(task)
-            task.add_done_callback(self._renewals.discard)
+            self._renew_soon(redis, space, asked, before)
+
+    def _renew_soon(self, redis: RedisTier, space: Space, rows: U32, before: U32) -> None:
+        self._cache.residency.index.shared_at[rows] = self._now()
+        task = asyncio.create_task(self._renew(redis, space, rows, before), name="renew")
+        self._renewals.add(task)
+        task.add_done_callback(self._renewals.discard)
 
     async def _renew(self, redis: RedisTier, space: Space, rows: U32, before: U32) -> None:
         """Asks for a longer life of blocks, marked so at `before`; those that Redis does not have are sent again."""

@@ -247,3 +247,19 @@ def test_two_nodes_with_one_name(start_daemon: Start, start_engine: Start, redis
     assert fetch(start_engine(second), tokens)["loaded"] == BLOCKS
     second.stop()
     eventually(lambda: first.status()["problems"] == [], 60)
+
+
+def test_what_is_fetched_from_redis_begins_its_life_there_anew(
+    start_daemon: Start, start_engine: Start, redis: RedisServer
+) -> None:
+    """Reading alone does not prolong it, and whoever has fetched it believes that Redis has it."""
+    a, b = (node(start_daemon, redis, name, redis_store="payload") for name in "ab")
+    tokens = prompt("one", BLOCKS)
+    stored(a, start_engine(a), tokens, where="redis")
+    client = redis.client()
+    keys = client.keys("kvcascade:b:*")
+    for key in keys:
+        client.expire(key, 60)
+    assert fetch(start_engine(b), tokens)["tiers"] == ["REDIS"] * BLOCKS
+    eventually(lambda: all(client.ttl(key) > 3600 for key in keys))
+    assert not b.status()["cluster"]["sharing"]["counters"].get("lost_blocks")
