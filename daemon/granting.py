@@ -54,6 +54,14 @@ class Grant:
     lease: Lease
 
 
+@dataclass(eq=False, slots=True)
+class _HandOff:
+    """A prefix that is kept for another node. `left`: its rows that are still to be sent, if that node wants them."""
+
+    lease: Lease
+    left: set[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """Where a handed-off prefix lies: a node's address and incarnation. Travels with a request as opaque bytes.
@@ -104,7 +112,7 @@ class Granting:
         self._boot = boot
         self._clock = clock
         self._attachments: dict[tuple[bytes, str], Attachment] = {}
-        self._handoffs: dict[int, Lease] = {}
+        self._handoffs: dict[int, _HandOff] = {}
 
     def _space(self, namespace: bytes, group: int) -> Space | None:
         for space in self._cache.residency.spaces:
@@ -152,7 +160,19 @@ class Granting:
         ready = residency.is_ready(rows)
         rows = residency.chained(rows if ready.all() else rows[: int(ready.argmin())])
         index.touch_up(rows)
+        if wait:
+            # Who has a ticket asks for what it lacks of the prefix, and fetches no more.
+            asked = set(rows.tolist())
+            for handoff in self._handoffs_of(space, asked):
+                handoff.left &= asked
         return len(rows)
+
+    def _handoffs_of(self, space: Space, rows: set[int]) -> list[_HandOff]:
+        """Those that end with one of these rows."""
+        every = self._handoffs.values()
+        return [
+            one for one in every if one.lease.space is space and len(one.lease.rows) and int(one.lease.rows[-1]) in rows
+        ]
 
     def _ready(self, space: Space, keys: U64) -> int:
         """How many of the leading blocks of these are here now."""
@@ -199,14 +219,16 @@ class Granting:
         )
 
     def release(self, grant: Grant, *, sent: bool) -> None:
-        """The blocks of a grant are read no more. `sent`: another node has them, so a hand-off of them is over."""
+        """The blocks of a grant are read no more. `sent`: another node has them. The last of a hand-off end it."""
         self._cache.release(grant.attachment, [grant.lease.number])
         if not sent:
             return
         have = set(grant.lease.rows.tolist())
-        for number, handoff in list(self._handoffs.items()):
-            if handoff.space is grant.lease.space and len(handoff.rows) and int(handoff.rows[-1]) in have:
-                self._end_handoff(number)
+        for handoff in list(self._handoffs.values()):
+            if handoff.lease.space is grant.lease.space and handoff.left:
+                handoff.left -= have
+                if not handoff.left:
+                    self._end_handoff(handoff.lease.number)
 
     # ---- hand-offs
 
@@ -222,17 +244,17 @@ class Granting:
             raise Refused("handoff: peers.listen is not set, so no other node could fetch these blocks")
         if space.namespace.hash_algo not in CRYPTOGRAPHIC:
             raise Refused(f"handoff: hashes of {space.namespace.hash_algo} may not leave the node")
-        self._handoffs = {n: one for n, one in self._handoffs.items() if n in one.attachment.leases}
+        self._handoffs = {n: one for n, one in self._handoffs.items() if n in one.lease.attachment.leases}
         attachment = self._attachment(space, "hand-offs")
         keys = self._cache.residency.keys(space, hashes)
         lease = self._cache.hold(attachment, space, keys, min(seconds, MOST_HANDOFF_S), pending=True)
-        self._handoffs[lease.number] = lease
+        self._handoffs[lease.number] = _HandOff(lease, set(lease.rows.tolist()))
         return Ticket(node, self._boot, endpoint).pack(self._secret)
 
     def _end_handoff(self, number: int) -> None:
-        handoff = self._handoffs.pop(number)
-        self._cache.release(handoff.attachment, [number])
+        lease = self._handoffs.pop(number).lease
+        self._cache.release(lease.attachment, [number])
 
     def status(self) -> dict[str, Any]:
-        live = [one for n, one in self._handoffs.items() if n in one.attachment.leases]
-        return {"handoffs": len(live), "handoff_blocks": sum(len(one.rows) for one in live)}
+        live = [one.lease for n, one in self._handoffs.items() if n in one.lease.attachment.leases]
+        return {"handoffs": len(live), "handoff_blocks": sum(len(lease.rows) for lease in live)}

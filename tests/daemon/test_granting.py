@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from engines.node import Node
 
+from kvcascade.config.settings import Endpoint
 from kvcascade.daemon.granting import Granting
 from kvcascade.daemon.index import Index
 from kvcascade.daemon.transfer import Transfer
@@ -24,9 +25,9 @@ def node() -> Iterator[Node]:
     node.close()
 
 
-def granting(node: Node) -> Granting:
-    nothing_is_promoted = cast(Transfer, None)
-    return Granting(node.settings, node.cache, nothing_is_promoted, Secret(), boot=b"a" * 16, clock=time.monotonic)
+def granting(node: Node, transfer: Transfer | None = None) -> Granting:
+    """Without a transfer nothing may be granted."""
+    return Granting(node.settings, node.cache, cast(Transfer, transfer), Secret(), boot=b"a" * 16, clock=time.monotonic)
 
 
 async def test_who_waits_for_a_long_prompt_looks_at_one_block_at_a_time(
@@ -90,4 +91,34 @@ async def test_a_chain_is_taken_for_one_as_far_as_it_is_one(node: Node, asked: l
     assert len(lease.rows) == chained
     assert node.cache.check() == []
     engine.release(lease.number)
+    assert not node.residency.index.pins.any()
+
+
+@pytest.mark.parametrize("lacking", [0, 3])
+async def test_a_hand_off_is_kept_until_all_that_its_taker_lacks_was_sent(node: Node, lacking: int) -> None:
+    """Parts of it go over several connections, and the last one may be there first; the taker may have some already."""
+    engine = node.engine()
+    path = tuple(range(8))
+    reserved = engine.reserve(path)
+    engine.commit(reserved.lease, range(8))
+    hashes, space = engine.hashes(path), engine.space
+    async with Transfer(node.residency) as transfer:
+        here = granting(node, transfer)
+
+        async def send(first: int, end: int, *, sent: bool = True) -> int:
+            grant = await here.grant(space.fingerprint, space.group, hashes[first * 32 : end * 32])
+            assert grant is not None and len(grant.blocks) == end - first
+            here.release(grant, sent=sent)
+            return here.status()["handoffs"]
+
+        here.hand_off(space, hashes, 60.0, Endpoint("127.0.0.1", 7400), "n")
+        assert here.status() == {"handoffs": 1, "handoff_blocks": 8}
+        assert await here.leading(space.fingerprint, space.group, hashes[lacking * 32 :], wait=1.0) == 8 - lacking
+        assert await send(7, 8) == 1
+        # Who asks without a ticket may lack less.
+        assert await here.leading(space.fingerprint, space.group, hashes[7 * 32 :], wait=0.0) == 1
+        assert await send(6, 8) == 1
+        assert await send(lacking, 6, sent=False) == 1
+        assert await send(lacking, 5) == 1
+        assert await send(5, 6) == 0
     assert not node.residency.index.pins.any()
