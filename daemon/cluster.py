@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvcascade.cluster")
 
+LISTEN_AGAIN_S = 2.0  # how often an address that was lost is tried
 OURS = frozenset({"peers", "kvcascade"})  # the daemon's own attachments: what it gives to other nodes, and gets
 
 
@@ -59,6 +60,8 @@ class Cluster:
         self.granting: Granting
         self._sources: list[Source] = []
         self._redis_link: Link | None = None
+        self._unheard = ""  # why other nodes are not served
+        self._listening_again: asyncio.Task[None] | None = None
         listen = settings.peers.listen
         if listen is not None and listen.host in ("0.0.0.0", "::") and settings.peers.advertise is None:
             raise ConfigError(f"peers.advertise: peers.listen is {listen}, so say at which address others reach it")
@@ -75,6 +78,7 @@ class Cluster:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self._stop_listening_again()
         await self._stack.aclose()
 
     async def _open(self, stack: AsyncExitStack) -> None:
@@ -138,8 +142,8 @@ class Cluster:
 
     @property
     def address(self) -> Endpoint | None:
-        """Where other nodes reach this one; None where it serves nobody."""
-        if self.server is None:
+        """Where other nodes reach this one; None while it serves nobody."""
+        if self.server is None or not self.server.listens:
             return None
         if self._settings.peers.advertise is not None:
             return self._settings.peers.advertise
@@ -181,6 +185,7 @@ class Cluster:
 
     async def pause(self, timeout: float) -> bool:
         """Begins nothing any more, and ends what is under way; whether it has ended within `timeout` seconds."""
+        await self._stop_listening_again()
         if self.fleet is not None:
             await self.fleet.stop()
         if self.server is not None:
@@ -190,15 +195,46 @@ class Cluster:
 
     def resume(self) -> None:
         """Ends a pause."""
-        if self.server is not None:
-            try:
-                self.server.start()
-            except ConfigError as error:
-                log.error("other nodes are not served any more reason=%s", error)
-        if self.fleet is not None:
-            self.fleet.start()
+        if not self._listen():
+            self._listening_again = asyncio.create_task(self._listen_again(), name="listen again")
+        self._join()
         self.remote.resume()
         self.sharing.resume()
+
+    def _listen(self) -> bool:
+        """Whether others are served again, if they are to be; another process may have the address."""
+        try:
+            if self.server is not None:
+                self.server.start()
+        except ConfigError as error:
+            if not self._unheard:
+                log.error("other nodes are not served now reason=%s", error)
+            self._unheard = str(error)
+            return False
+        self._unheard = ""
+        return True
+
+    async def _listen_again(self) -> None:
+        while True:
+            await asyncio.sleep(LISTEN_AGAIN_S)
+            if self._listen():
+                break
+        log.info("other nodes are served again")
+        if self.fleet is not None:
+            await self.fleet.stop()
+            self._join()
+            self.fleet.forgotten()  # what was to be named meanwhile was not
+
+    async def _stop_listening_again(self) -> None:
+        if self._listening_again is not None:
+            self._listening_again.cancel()
+            await asyncio.wait([self._listening_again])
+            self._listening_again = None
+
+    def _join(self) -> None:
+        if self.fleet is not None:
+            self.fleet.me = self.info()
+            self.fleet.start()
 
     # ---- what people see
 
@@ -225,7 +261,7 @@ class Cluster:
         return [{"name": name, **link.shown()} for name, link in named]
 
     def problems(self) -> list[str]:
-        problems = []
+        problems = [f"other nodes are not served: {self._unheard}"] if self._unheard else []
         if self.redis is not None:
             problems += self.redis.problems()
         if self.fleet is not None:

@@ -223,7 +223,7 @@ class Granting:
         self._cache.release(grant.attachment, [grant.lease.number])
         if not sent:
             return
-        have = set(grant.lease.rows.tolist())
+        have = set(grant.lease.rows[: len(grant.names)].tolist())
         for handoff in list(self._handoffs.values()):
             if handoff.lease.space is grant.lease.space and handoff.left:
                 handoff.left -= have
@@ -241,7 +241,7 @@ class Granting:
     def hand_off(self, space: Space, hashes: bytes, seconds: float, endpoint: Endpoint | None, node: str) -> bytes:
         """Pins a chain, as far as it is here or being stored here, for another node; its ticket."""
         if endpoint is None:
-            raise Refused("handoff: peers.listen is not set, so no other node could fetch these blocks")
+            raise Refused("handoff: peers.listen is not set, or could not be had, so no other node could fetch them")
         if space.namespace.hash_algo not in CRYPTOGRAPHIC:
             raise Refused(f"handoff: hashes of {space.namespace.hash_algo} may not leave the node")
         self._handoffs = {n: one for n, one in self._handoffs.items() if n in one.lease.attachment.leases}

@@ -110,6 +110,10 @@ class PeerServer:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
+    @property
+    def listens(self) -> bool:
+        return self._listener is not None
+
     def start(self) -> None:
         """Listens, at first or again. ConfigError where the address cannot be had."""
         self._listener = _listen(self.endpoint)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from engines.faulty_daemon import Rules
+from engines.nodes import fetch, node
+from engines.redis_server import serve
 from engines.scripted import EngineError, eventually, prompt
 
 from kvcascade.config.errors import CascadeError, DaemonUnavailable, Refused
@@ -711,6 +713,33 @@ def test_after_a_takeover_that_failed_the_disk_is_as_it_was(start_daemon, start_
     assert held > before
     daemon.restart()
     assert daemon.status()["recovered"]["blocks"] == held
+
+
+def test_a_node_whose_port_was_taken_during_a_takeover_that_failed_says_so_and_serves_once_it_is_free(
+    start_daemon, start_engine
+):
+    with serve() as redis:
+        a, b = (node(start_daemon, redis, name, redis_store="directory") for name in "ab")
+        writer, reader = start_engine(a), start_engine(b)
+        writer.store(prompt("before", 16))
+        host, _, port = a.status()["cluster"]["server"]["listen"].rpartition(":")
+        with asking(a) as ask:
+            _, descriptors = ask("begin", format=FORMAT)
+            ask("freeze")
+            thief = eventually(lambda: socket.create_server((host, int(port))))
+            for descriptor in descriptors:
+                os.close(descriptor)
+        with thief:
+            told = eventually(lambda: _status(a).get("problems"))
+            assert f"peers.listen: {host}:{port} cannot be had" in told[0]
+            assert a.status()["cluster"]["fleet"]["address"] == ""
+            # Nobody is sent there.
+            fetched(writer, prompt("before", 16))
+            assert redis.client().keys("kvcascade:boot:*") == [b"kvcascade:boot:" + bytes.fromhex(b.status()["boot"])]
+            writer.store(prompt("meanwhile", 16))
+        eventually(lambda: a.status()["problems"] == [])
+        for name in ("before", "meanwhile"):
+            eventually(lambda name=name: fetch(reader, prompt(name, 16), f"{time.monotonic()}")["tiers"], 60)
 
 
 def test_failed_takeovers_leave_no_descriptor_behind(daemon, start_engine):

@@ -335,7 +335,8 @@ async def test_a_storm_of_cancelled_calls_leaves_as_many_connections_as_threads(
         assert all(task.cancelled() or task.exception() is None for task in tasks)
         assert await tier.fetch(fetches(range(30), SMALL), 30) == [None] * 30
         assert tier.available
-        assert len(server.client().client_list()) <= threads + 1 + 1 + 2  # data, small, probe; the test's own
+        # Those that fetch and send, small, probe; the test's own.
+        assert len(server.client().client_list()) <= threads + max(1, threads // 2) + 1 + 1 + 2
     assert len(asyncio.all_tasks()) == 1
 
 
