@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvcascade.cluster")
 
 LISTEN_AGAIN_S = 2.0  # how often an address that was lost is tried
-OURS = frozenset({"peers", "kvcascade"})  # the daemon's own attachments: what it gives to other nodes, and gets
+# The daemon's own attachments: what it gives to other nodes, keeps for them, and gets.
+OURS = frozenset({"peers", "hand-offs", "kvcascade"})
 
 
 class Cluster:

@@ -69,7 +69,8 @@ WAITING: Final = 65536  # entries that wait to be written; more are dropped
 BATCH: Final = 1024
 GATHER_S: Final = 0.05  # entries of one moment are written together
 KNOWN: Final = 4096  # nodes that are remembered
-MEET_S: Final = 60.0  # how often nodes that are new are looked for
+MEET_S: Final = 60.0  # how often nodes that are new are looked for, and entries are written anew at most
+HEARD_S: Final = 600.0  # how long it is told what a node was that does not shake hands again
 ROLL_S: Final = 3600.0  # how long a name stays in the roll
 MET: Final = 256  # records that are read at one time
 MAX_RECORD: Final = 2048  # bytes
@@ -209,7 +210,9 @@ class Fleet:
         # The loop's thread alone changes what follows.
         self._known: dict[bytes, _Known] = {}  # incarnation → node
         self._gone: dict[bytes, tuple[float, float]] = {}  # incarnation without a record → since, last looked
-        self._different: dict[str, str] = {}  # node's name → why nothing is shared with it
+        # Node's name → why nothing is shared with it: of the nodes in the roll, and of those met elsewhere, and when.
+        self._different: dict[str, str] = {}
+        self._heard: dict[str, tuple[str, float]] = {}
         self._waiting: dict[bytes, bool] = {}  # entries by key, and whether they go over others'
         self._gathered = asyncio.Event()
         self._alone = Together(self._find_each)
@@ -221,7 +224,10 @@ class Fleet:
         self._waiting_since = 0.0  # for another one of our name to show that it lives
         self.taken_by = ""  # the incarnation of another node, which has the name
         self._twin_key = b"twin:" + me.name.encode()
-        self._trouble = ""
+        self._trouble = ""  # why others do not hear of this node
+        self._unmet = ""  # why it does not hear of others
+        self._unwritten = False  # entries were lost on their way
+        self._again_at = 0.0
         self._meet_at = 0.0
         self._told: Sequence[Namespace] = ()  # of our engines, to the others
         self._alike: dict[str, list[str]] = {}  # node's name → what keeps our engines and its from sharing
@@ -338,14 +344,20 @@ class Fleet:
         if self._recorded and not there:
             log.warning("redis has lost what it held")
             self.counters["forgotten"] += 1
-        if silent or (self._recorded and not there):
+        redo = self._unwritten and now >= self._again_at
+        if silent or redo or (self._recorded and not there):
+            self._unwritten, self._again_at = False, now + MEET_S
             self.forgotten()  # nothing that was to be named then has been
         self._recorded = True
         namespaces = self.namespaces()
         if now >= self._meet_at or namespaces != self._told:
-            self._meet_at = now + MEET_S
-            await self._tell(namespaces)
-            await self._meet(now)
+            try:
+                await self._tell(namespaces)
+                await self._meet(now)
+                self._meet_at = now + MEET_S
+                self._unmet = ""
+            except CascadeError as error:
+                self._unmet = str(error)
 
     def _namesake(self, data: bytes | None, now: float) -> _Record | None:
         """The record of another node of our name, if that is what lies there; an earlier life of ours is none."""
@@ -409,7 +421,10 @@ class Fleet:
                 try:
                     known = self._unsealed(record)
                     if self._lives(known, now):
-                        self.note(known.info)
+                        self._heard.pop(known.info.name, None)
+                        difference = self.me.difference(known.info)
+                        if difference is not None:
+                            self._different[known.info.name] = difference
                         self._compare(known.info, told)
                 except CascadeError as error:
                     self.counters["bad_records"] += 1
@@ -479,10 +494,18 @@ class Fleet:
     def note(self, info: NodeInfo) -> None:
         """Another node was met: remembers if nothing can be shared with it."""
         difference = self.me.difference(info)
+        self._heard.pop(info.name, None)
         if difference is None:
             self._different.pop(info.name, None)
-        elif len(self._different) < KNOWN:
-            self._different[info.name] = difference
+        else:
+            if len(self._heard) >= KNOWN:
+                self._heard.pop(next(iter(self._heard)))
+            self._heard[info.name] = (difference, asyncio.get_running_loop().time())
+
+    def _differences(self) -> list[str]:
+        since = asyncio.get_running_loop().time() - HEARD_S
+        heard = {name: text for name, (text, at) in self._heard.items() if at > since}
+        return sorted((self._different | heard).values())
 
     # ---- the directory
 
@@ -520,8 +543,10 @@ class Fleet:
                     self.counters["entries_written"] += len(keys)
                 except CascadeError:
                     self.counters["entries_dropped"] += len(keys)
+                    self._unwritten = True
                 except Exception:
                     log.exception("entries were not written")
+                    self._unwritten = True
 
     async def find(
         self, namespace: bytes, group: int, hashes: bytes, width: int, timeout: float
@@ -599,15 +624,17 @@ class Fleet:
             "reason": self._trouble,
             "taken_by": self.taken_by,
             "known": sorted(one.info.name for one in self._known.values())[:MOST_LISTED],
-            "different": sorted(self._different.values())[:MOST_LISTED],
+            "different": self._differences()[:MOST_LISTED],
             "hints": sorted(hint for hints in self._alike.values() for hint in hints)[:HINTS],
             "counters": dict(self.counters),
         }
 
     def problems(self) -> list[str]:
-        problems = [f"nothing is shared with a node: {text}" for text in sorted(self._different.values())[:5]]
+        problems = [f"nothing is shared with a node: {text}" for text in self._differences()[:5]]
         if self._trouble and self._store.available:
             problems.append(f"other nodes do not hear of this one: {self._trouble}")
+        if self._unmet and self._store.available:
+            problems.append(f"this node does not hear of new ones: {self._unmet}")
         what = f"cluster.node: another node is named {self.me.name} too"
         if self.taken_by:
             # Until the other one has shown that it lives, it is most likely this node's own earlier life.

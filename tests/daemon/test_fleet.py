@@ -504,3 +504,54 @@ def test_a_record_names_the_field_that_is_wrong(field: str, bad: object) -> None
     values = cbor2.loads(A.pack()) | {field: bad}
     with pytest.raises(ProtocolError, match=field):
         NodeInfo.unpack(cbor2.dumps(values))
+
+
+async def test_entries_that_were_lost_on_their_way_are_written_anew(server: RedisServer) -> None:
+    """Also where Redis was away for less than a lease, so that it has lost nothing."""
+    client = server.client()
+    async with node(server, A) as a, node(server, B) as b:
+        a.forgotten = lambda: a.announce(SPACE, 0, [HASHES[20]])
+        await until(lambda: client.exists("kvcascade:node:a"))
+        client.execute_command("ACL", "SETUSER", "default", "resetkeys", "%R~*", "%RW~kvcascade:[^d]*")
+        a.announce(SPACE, 0, [HASHES[20]])
+        await until(lambda: a.counters["entries_dropped"])
+        client.execute_command("ACL", "SETUSER", "default", "allkeys")
+        await eventually(b, [("a", 40)])
+        assert a.counters["forgotten"] == 0
+
+
+async def test_a_roll_that_cannot_be_read_is_told_until_it_can(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others hear of this node all the same."""
+    monkeypatch.setattr(module, "MEET_S", 60.0)
+    client = server.client()
+    client.set("kvcascade:nodes", "something else")
+    async with node(server, A) as a:
+        await until(a.problems)
+        beats = a._beat
+        while a._beat < beats + 4:
+            assert ["this node does not hear of new ones" in text for text in a.problems()] == [True]
+            assert a.status()["reason"] == ""
+            await asyncio.sleep(0.02)
+        assert client.exists("kvcascade:node:a")
+        client.delete("kvcascade:nodes")
+        await until(lambda: not a.problems())
+
+
+async def test_what_a_handshake_told_is_remembered_beside_what_redis_tells(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that differs may keep its record in another Redis, or in none."""
+    async with node(server, A) as a, node(server, replace(B, none_hash=b"s" * 32)):
+        a.note(replace(A, name="elsewhere", boot=b"E" * 16, none_hash=b"t" * 32))
+        await until(lambda: len(a.status()["different"]) == 2)
+        for _ in range(4):
+            met = a._beat
+            await until(lambda met=met: a._beat > met + 1)
+            assert [text for text in a.status()["different"] if "elsewhere" in text]
+        a.note(replace(A, name="elsewhere", boot=b"F" * 16))
+        assert not [text for text in a.status()["different"] if "elsewhere" in text]
+        a.note(replace(A, name="elsewhere", boot=b"E" * 16, none_hash=b"t" * 32))
+        monkeypatch.setattr(module, "HEARD_S", 0.0)
+        assert not [text for text in a.problems() if "elsewhere" in text]

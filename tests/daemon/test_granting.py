@@ -9,6 +9,7 @@ import pytest
 from engines.node import Node
 
 from kvcascade.config.settings import Endpoint
+from kvcascade.daemon.cluster import OURS
 from kvcascade.daemon.granting import Granting
 from kvcascade.daemon.index import Index
 from kvcascade.daemon.transfer import Transfer
@@ -92,6 +93,22 @@ async def test_a_chain_is_taken_for_one_as_far_as_it_is_one(node: Node, asked: l
     assert node.cache.check() == []
     engine.release(lease.number)
     assert not node.residency.index.pins.any()
+
+
+async def test_what_is_kept_for_other_nodes_is_no_engine_of_this_one(node: Node) -> None:
+    """The namespaces that a node tells of are those of its engines."""
+    engine = node.engine()
+    reserved = engine.reserve(CHAIN[:4])
+    engine.commit(reserved.lease, range(4))
+    async with Transfer(node.residency) as transfer:
+        here = granting(node, transfer)
+        hashes = engine.hashes(CHAIN[:4])
+        here.hand_off(engine.space, hashes, 60.0, Endpoint("127.0.0.1", 7400), "n")
+        grant = await here.grant(engine.space.fingerprint, engine.space.group, hashes)
+        assert grant is not None
+        own = [one.engine for one in node.cache.attachments.values() if one is not engine.attachment]
+        assert sorted(own) == ["hand-offs", "peers"] and OURS.issuperset(own)
+        here.release(grant, sent=True)
 
 
 @pytest.mark.parametrize("lacking", [0, 3])
