@@ -186,13 +186,15 @@ class Cluster:
 
     async def pause(self, timeout: float) -> bool:
         """Begins nothing any more, and ends what is under way; whether it has ended within `timeout` seconds."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + timeout
         await self._stop_listening_again()
         if self.fleet is not None:
-            await self.fleet.stop()
+            await self.fleet.stop(timeout / 2)
         if self.server is not None:
-            await self.server.stop()
+            await self.server.stop(max(0.0, end - loop.time()))
         await self.remote.pause()
-        return await self.sharing.pause(timeout)
+        return await self.sharing.pause(max(0.0, end - loop.time()))
 
     def resume(self) -> None:
         """Ends a pause."""

@@ -39,6 +39,7 @@ A Redis that has lost what it held (it was restarted, flushed or failed over) is
 
 import asyncio
 import logging
+import math
 import random
 import re
 from collections import Counter
@@ -248,8 +249,10 @@ class Fleet:
         if self.me.address is not None:
             self._tasks.add(asyncio.create_task(self._write_entries(), name="fleet directory"))
 
-    async def stop(self) -> None:
-        """Says that this node is gone, until `start`. Idempotent."""
+    async def stop(self, timeout: float = math.inf) -> None:
+        """Says that this node is gone, until `start`, if that can be said within `timeout` seconds. Idempotent."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + timeout
         tasks = list(self._tasks)
         if not tasks:
             return
@@ -261,13 +264,13 @@ class Fleet:
         keys = [self._node_key(self.me.name), self._twin_key, b"boot:" + self.me.boot]
         with suppress(CascadeError):  # they run out by themselves
             # No record is better than one that runs out: others stop asking at once. A namesake's is left alone.
-            there = await self._store.read(keys, self._timeout)
+            there = await self._store.read(keys, min(self._timeout, end - loop.time()))
             ours = [key for key, record in zip(keys, there, strict=True) if self._is_ours(record)]
-            if ours:
-                await self._erase(ours)
+            if ours and end > loop.time():
+                await self._erase(ours, end - loop.time())
 
-    async def _erase(self, keys: Sequence[bytes]) -> None:
-        await self._store.write([(key, b"") for key in keys], ERASE_S, self._timeout)
+    async def _erase(self, keys: Sequence[bytes], timeout: float = math.inf) -> None:
+        await self._store.write([(key, b"") for key in keys], ERASE_S, min(self._timeout, timeout))
 
     # ---- node records
 

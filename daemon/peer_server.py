@@ -124,8 +124,11 @@ class PeerServer:
         )
         self._acceptor.start()
 
-    async def stop(self) -> None:
-        """Ends all connections and gives the address free, until `start`. Idempotent."""
+    async def stop(self, timeout: float = CLOSE_S) -> None:
+        """Ends all connections and gives the address free, until `start`. Idempotent.
+
+        Waits `timeout` seconds, and no longer than CLOSE_S, for their threads.
+        """
         if self._listener is None or self._acceptor is None:
             return
         with self._lock:
@@ -136,7 +139,7 @@ class PeerServer:
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
             except OSError:
                 pass
-        end = time.monotonic() + CLOSE_S
+        end = time.monotonic() + min(timeout, CLOSE_S)
         while time.monotonic() < end:
             with self._lock:
                 threads = [*self._threads, self._acceptor]

@@ -555,3 +555,24 @@ async def test_what_a_handshake_told_is_remembered_beside_what_redis_tells(
         a.note(replace(A, name="elsewhere", boot=b"E" * 16, none_hash=b"t" * 32))
         monkeypatch.setattr(module, "HEARD_S", 0.0)
         assert not [text for text in a.problems() if "elsewhere" in text]
+
+
+async def test_a_redis_that_hangs_holds_up_no_end_that_has_a_deadline(server: RedisServer) -> None:
+    tier = RedisTier(RedisSettings(url=server.url, deadline="60s"), SECRET)  # type: ignore[arg-type]
+    await tier.open()
+    try:
+        fleet = Fleet(tier, SECRET, A, entry_ttl=60, timeout=60)
+        fleet.start()
+        await until(lambda: server.client().exists("kvcascade:node:a"))
+        server.stop()
+        async with asyncio.timeout(20):
+            await fleet.stop(0.2)
+        server.resume()
+        # And it may begin again.
+        client = server.client()
+        client.delete("kvcascade:node:a")
+        fleet.start()
+        await until(lambda: client.exists("kvcascade:node:a"))
+        await fleet.stop()
+    finally:
+        await tier.close()
