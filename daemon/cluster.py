@@ -249,13 +249,18 @@ class Cluster:
             "redis": {} if self.redis is None else self.redis.status(),
             "fleet": {} if self.fleet is None else self.fleet.status(),
             "server": {} if self.server is None else self.server.status(),
-            "peers": self.peers.status(),
+            "peers": [one | {"bandwidth": self._bandwidth_of(one["boot"])} for one in self.peers.status()],
             "links": self._links(),
             "remote": self.remote.status(),
             "sharing": self.sharing.status(),
             "handoffs": self.granting.status(),
         }
         return status
+
+    def _bandwidth_of(self, boot: str) -> float:
+        """0.0: not known yet. A node's bytes over the time of its fetches is too little, as they run side by side."""
+        link = self._peer_source.links.get(bytes.fromhex(boot))
+        return link.now().bandwidth if link is not None and link.observed else 0.0
 
     def _links(self) -> list[dict[str, Any]]:
         named = [] if self._redis_link is None else [("redis", self._redis_link)]

@@ -98,7 +98,6 @@ class _Peer:
     vain_until: float = -math.inf  # when the last of them ended
     blocks: int = 0
     nbytes: int = 0
-    seconds: float = 0.0
 
 
 class Peers:
@@ -262,7 +261,6 @@ class Peers:
         seconds = self._clock() - began
         peer.blocks += sum(reason is None for reason in reasons)
         peer.nbytes += good
-        peer.seconds += seconds
         # A link that brings blocks, if not all of them in time, is slow and not away; its speed is known by now.
         if trouble and not (good and all(str(one) == f"peer: {LATE}" for one in trouble)):
             self._failed(peer, min(trouble, key=lambda one: one.since if isinstance(one, _Late) else -math.inf))
@@ -530,7 +528,6 @@ class Peers:
                 "reason": peer.reason,
                 "fetched_blocks": peer.blocks,
                 "fetched_bytes": peer.nbytes,
-                "bandwidth": peer.nbytes / peer.seconds if peer.seconds else 0.0,
             }
             for peer in list(self._peers.values())[-MOST_LISTED:]  # those used last
         ]

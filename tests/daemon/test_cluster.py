@@ -54,7 +54,9 @@ def test_a_prefix_on_another_node_is_fetched_from_there(
     writer, reader = start_engine(a), start_engine(b)
     stored(a, writer, tokens, where="directory")
     assert fetch(reader, tokens) == {"matched": BLOCKS, "loaded": BLOCKS, "tiers": ["PEER"] * BLOCKS}
-    (peer,) = b.status()["cluster"]["peers"]
+    status = b.status()["cluster"]
+    (peer,), (link,) = status["peers"], status["links"]
+    assert link["observed"] and peer["bandwidth"] == link["bandwidth"]
     assert (peer["name"], peer["state"], peer["fetched_blocks"]) == ("a", "ok", BLOCKS)
     assert a.status()["cluster"]["server"]["counters"]["served_blocks"] == BLOCKS
     (caller,) = a.status()["cluster"]["server"]["callers"]
