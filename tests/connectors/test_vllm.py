@@ -152,6 +152,42 @@ def test_with_drafts_the_same_tokens_are_drawn_and_stored_for_an_engine_without(
     again.close()
 
 
+def test_below_a_multi_connector_whose_children_are_no_plug_ins(start_vllm, start_daemon, tiny_model, plain):
+    daemon = start_daemon()
+    names = {"CascadeConnector": "kvcascade.connectors.vllm", "ShelfConnector": "vllm_shelf"}
+    options = {"CascadeConnector": {"socket": str(daemon.socket)}}
+    children = [
+        {
+            "kv_connector": name,
+            "kv_connector_module_path": path,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": options.get(name, {}),
+        }
+        for name, path in names.items()
+    ]
+    multi = {"connectors": children}
+    engine = start_vllm(VLLM_PLUGINS="none")
+    both = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": multi}
+    engine.call("real", str(tiny_model), "", kv_transfer_config=both)
+    assert tokens(engine.do("generate", prompts())) == plain
+    eventually(lambda: stored_blocks(daemon) >= 13)
+    assert engine.do("reset")
+    found = engine.do("generate", prompts())
+    assert tokens(found) == plain
+    assert [one["cached"] for one in found] == [192, 192, 160]
+    counted = engine.do("metrics")
+    assert counted["vllm:kvcascade_stored_blocks"] >= 13
+    assert counted["vllm:kvcascade_loaded_blocks"] > 0
+    engine.close()
+    # What it stored beside its sibling is right.
+    again = start_vllm()
+    again.call("real", str(tiny_model), str(daemon.socket))
+    found = again.do("generate", prompts())
+    assert tokens(found) == plain
+    assert found[0]["cached"] == 192
+    again.close()
+
+
 def test_a_block_that_rots_on_disk_is_computed_again(start_vllm, start_daemon, tiny_model, plain):
     daemon = start_daemon(disk_write_policy="through")
     engine = start_vllm()
