@@ -228,8 +228,7 @@ class PrefixCache:
 
     def close(self) -> None:
         """Detach. Never raises; idempotent. What was loaded stays good; later lookups miss."""
-        self._session.close()
-        self._views.close()
+        self._session.close()  # with its pools, from which no copy runs any more, go their views
 
     def __enter__(self) -> Self:
         return self

@@ -269,7 +269,7 @@ class PagedWorker(WorkerConnector):
             return
         if self._session is None or plan.weights_epoch != self._epoch:
             if self._session is not None:
-                self._talker.submit(self._session.close)
+                self._say(self._session.close)
             self._session = self._open_session(plan.weights_epoch)
         self._session.join(plan.attachment)
         self._attachment, self._epoch = plan.attachment, plan.weights_epoch
