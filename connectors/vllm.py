@@ -12,8 +12,9 @@ Options, in `kv_connector_extra_config`: `socket`, the daemon's (else KVCASCADE_
 up from disk; `step_wait_s`, how long the scheduler waits for answers in one step (0.0005); `remote_wait_s`, how long a
 request waits while other nodes are asked for its prefix (2); `handoff_keep_s`, how long a prompt stays that was handed
 off (60); `seed`, which this engine must have; `model_identity`, for weights that are not files; `weights_epoch`, the
-version of weights that are updated under the same name. A request may say `kv_transfer_params: {"kvcascade": "off"}`,
-or "read" or "write" for one of both.
+version of weights that are updated under the same name; `resets`, what a reset of vLLM's caches means: "private", that
+the weights may be others afterwards, or "keep", that they are never updated in place. A request may say
+`kv_transfer_params: {"kvcascade": "off"}`, or "read" or "write" for one of both.
 
 Roles: `kv_both` loads and stores, and so does `kv_producer`, since a prefill engine gains most from prefixes that are
 there; `kv_consumer` loads alone. A request with `do_remote_decode` is handed off to another engine by whoever stores
@@ -83,8 +84,10 @@ OPTIONS = (
     "seed",
     "model_identity",
     "weights_epoch",
+    "resets",
     "stage",
 )
+RESETS = ("private", "keep")
 MAX_EVENTS = 10_000
 
 _NULL_BLOCK = 0
@@ -177,6 +180,7 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         parallel = vllm_config.parallel_config
         self._ranks, self._rank = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size
         self._limits = _limits(options)
+        self._private = _resets(options) == "private"
         self._steps_ahead = getattr(vllm_config, "max_concurrent_batches", 1)
         if not self._offered.evicts or self._steps_ahead > 1:
             # A load within a step that fails is told after it. What vLLM has put into its own prefix cache meanwhile
@@ -438,7 +442,10 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.failure is None and self._paged.saves_pending
 
     def reset_cache(self) -> bool | None:
+        """vLLM calls it when it goes to sleep or pauses too, the weights being the same; of that nobody tells it."""
         assert self._scheduler is not None
+        if not self._private:
+            return True
         log.warning("reset: blocks stored so far are not used any more, and new ones are shared with nobody")
         return self._scheduler.reset()
 
@@ -687,6 +694,13 @@ def _limits(options: Mapping[str, Any]) -> Limits:
             raise ConfigError(f"kv_connector_extra_config: {option} must be a number of at least 0, got {value!r:.40}")
         limits = dataclasses.replace(limits, **{name: type(getattr(limits, name))(value)})
     return limits
+
+
+def _resets(options: Mapping[str, Any]) -> str:
+    value = options.get("resets", RESETS[0])
+    if value not in RESETS:
+        raise ConfigError(f"kv_connector_extra_config: resets must be one of {', '.join(RESETS)}, got {value!r:.40}")
+    return str(value)
 
 
 def register() -> None:

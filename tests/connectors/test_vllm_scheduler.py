@@ -651,6 +651,19 @@ def test_nothing_touches_the_memory_of_a_sleeping_engine_and_after_it_everything
     lab.sound()
 
 
+def test_a_reset_and_a_sleep_may_be_told_to_keep_what_is_stored(start_lab, daemon):
+    lab = start_lab(daemon, prefix_caching=False, extra={"resets": "keep"})
+    lab.serve("stored", prompt(1, 100))
+    stored(lab, daemon, 6)
+    assert lab.reset()
+    assert lab.serve("kept", prompt(1, 100)) == 7
+    lab.sleep()
+    assert lab.wake()
+    assert lab.serve("awake", prompt(1, 100)) == 7
+    assert start_lab(daemon).serve("shared", prompt(1, 100)) == 7
+    lab.sound()
+
+
 @pytest.mark.parametrize("method", ["follow", "begin", "unregister", "register"])
 def test_nothing_that_a_worker_side_raises_reaches_the_engine(start_lab, daemon, method):
     lab = start_lab(daemon, prefix_caching=False)
@@ -692,6 +705,7 @@ def test_stored_blocks_are_announced_with_their_tokens(start_lab, daemon, multi)
         ({"extra": {"seed": "42"}}, "PYTHONHASHSEED=42"),
         ({"extra": {"sokcet": "/x"}}, "'sokcet'"),
         ({"extra": {"sync_budget_bytes": -1}}, "sync_budget_bytes must be a number"),
+        ({"extra": {"resets": "sometimes"}}, "resets must be one of private, keep"),
         ({"kv_dtype": "int8_per_token_head"}, "--kv-cache-dtype"),
         ({"kv_dtype": "fp8", "fp8": "float8_e4m3fnuz"}, "fp8 is float8_e4m3fnuz on this device"),
         ({"stages": 2}, "--pipeline-parallel-size 1"),
