@@ -91,7 +91,7 @@ class Store(Protocol):
     @property
     def available(self) -> bool: ...
 
-    async def read(self, keys: Sequence[bytes], timeout: float) -> list[bytes | None]: ...
+    async def read(self, keys: Sequence[bytes], timeout: float, *, most: int = ...) -> list[bytes | None]: ...
 
     async def write(
         self, items: Sequence[tuple[bytes, bytes]], ttl: float, timeout: float, *, over: bool = True
@@ -448,16 +448,17 @@ class Fleet:
             self._alike[info.name] = alike.hints(ours, theirs, self.me.name, info.name)
 
     async def _nodes(self, boots: Sequence[bytes], timeout: float) -> dict[bytes, NodeInfo]:
-        """The living nodes of these incarnations."""
+        """The living nodes of these incarnations; of those of whom nothing is known the first MET."""
         now = asyncio.get_running_loop().time()
         unknown = [
             boot
             for boot in boots
             if not (boot in self._known and now - self._known[boot].read < FRESH_S)
             and not (boot in self._gone and now - self._gone[boot][1] < FRESH_S)
-        ]
+        ][:MET]
         if unknown:
-            records = await self._store.read([b"boot:" + boot for boot in unknown], timeout)
+            keys = [b"boot:" + boot for boot in unknown]
+            records = await self._store.read(keys, timeout, most=TAG_BYTES + MAX_RECORD)
             for boot, record in zip(unknown, records, strict=True):
                 self._known.pop(boot, None)
                 if not self._learn(boot, record, now):
@@ -575,7 +576,7 @@ class Fleet:
                     entries.append((key, boot))
         if not reached:
             return []
-        nodes = await self._nodes(list(reached), timeout)
+        nodes = await self._nodes(sorted(reached, key=lambda boot: -reached[boot]), timeout)
         self._erase_dead(entries)
         # An entry says that what lies above it is there, too; what lies below is for the node to say.
         named = sorted(((info, reached[boot]) for boot, info in nodes.items()), key=lambda one: -one[1])
@@ -594,7 +595,7 @@ class Fleet:
 
     async def _read_entries(self, keys: Sequence[bytes], timeout: float) -> list[bytes | None]:
         """Another node's incarnation for each key, where there is one."""
-        replies = await self._store.read(keys, timeout)
+        replies = await self._store.read(keys, timeout, most=BOOT_BYTES)
         return [one if one is not None and len(one) == BOOT_BYTES and one != self.me.boot else None for one in replies]
 
     def _erase_dead(self, entries: Sequence[tuple[bytes, bytes]]) -> None:

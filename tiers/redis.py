@@ -36,7 +36,7 @@ from kvcascade.config.settings import RedisSettings
 
 from .codec import Codec
 from .redis_nodes import Course, Nodes
-from .redis_wire import Node, RedisSaysNo, Topology, Wire, command, topology
+from .redis_wire import MAX_SMALL, Node, RedisSaysNo, Topology, Wire, command, topology
 from .remote import BlockName, Fetch, Secret, Send
 from .wire import LATE
 from .workers import Workers
@@ -407,10 +407,13 @@ class RedisTier:
 
     # ---- small values, for whoever needs them; keys are under our prefix
 
-    async def read(self, keys: Sequence[bytes], timeout: float) -> list[bytes | None]:
-        """The values of keys, None where there is none or it is no string. TierUnavailable when one cannot be told."""
+    async def read(self, keys: Sequence[bytes], timeout: float, *, most: int = MAX_SMALL) -> list[bytes | None]:
+        """The values of keys, None where there is none, or it is no string, or one of over `most` bytes.
+
+        TierUnavailable when one cannot be told.
+        """
         whole = [self._prefix + b":" + key for key in keys]
-        replies = await self._run_small(lambda course: self._nodes.read(whole, course), timeout)
+        replies = await self._run_small(lambda course: self._nodes.read(whole, course), timeout, most)
         _all_good(one for one in replies if not (isinstance(one, RedisSaysNo) and one.code == "WRONGTYPE"))
         return [one if isinstance(one, bytes) else None for one in replies]
 
@@ -509,11 +512,11 @@ class RedisTier:
                 word = reason.partition(" ")[0]
                 self.counters[f"not {what}: {word if word.isupper() else reason}"] += 1
 
-    async def _run_small(self, work: Callable[[Course], T], timeout: float) -> T:
+    async def _run_small(self, work: Callable[[Course], T], timeout: float, most: int = MAX_SMALL) -> T:
         assert self._small is not None
         if not self.available:
             raise TierUnavailable(f"redis: {self._reason}")
-        course = Course(self._clock() + min(timeout, self._settings.deadline))
+        course = Course(self._clock() + min(timeout, self._settings.deadline), most)
 
         def run() -> T:
             if self._clock() >= course.deadline:

@@ -20,7 +20,7 @@ from kvcascade.config.settings import RedisSettings
 
 from . import value
 from .codec import Codec, CodecError, decode, encode
-from .redis_wire import Node, RedisSaysNo, Topology, Wire, command
+from .redis_wire import MAX_SMALL, Node, RedisSaysNo, Topology, Wire, command
 from .remote import BlockName, Fetch, Secret, Send
 from .wire import LATE, SILENT
 from .workers import outlast
@@ -39,8 +39,10 @@ REDIRECTIONS: Final = 3
 class Course:
     """What a call has met with in its threads, and which connections may be touching its caller's memory."""
 
-    def __init__(self, deadline: float) -> None:
+    def __init__(self, deadline: float, most: int = MAX_SMALL) -> None:
+        """`most`: bytes that a small value may have; longer ones are none of ours."""
         self.deadline = deadline
+        self.most = most
         self.begun = math.inf  # when a thread came round to it first
         self.answers = 0
         self.firsts: list[float] = []
@@ -245,7 +247,7 @@ class Nodes:
                     try:
                         for number in some[node]:
                             try:
-                                replies[number] = wire.reply()
+                                replies[number] = wire.reply(course.most)
                             except RedisSaysNo as no:
                                 replies[number] = no
                             done += 1
@@ -272,7 +274,7 @@ class Nodes:
             wire = self._asking(error, asked, course)
             try:
                 wire.send([packed])
-                return wire.reply()
+                return wire.reply(course.most)
             except RedisSaysNo:
                 raise
             except BaseException:
@@ -330,12 +332,16 @@ class Nodes:
         """The keys' values, or None; errors as in `ask`, or TierUnavailable."""
         if self._topology.is_cluster or not keys:
             return self.ask([(key, command(b"GET", key)) for key in keys], course)
-        (reply,) = self.ask([(keys[0], command(b"MGET", *keys))], course)
-        if isinstance(reply, TierUnavailable):
-            raise reply
-        if not isinstance(reply, list) or len(reply) != len(keys):
-            raise TierUnavailable("redis: not the Redis protocol")
-        return reply
+        replies = []
+        for start in range(0, len(keys), SMALL_PIPELINE):
+            some = keys[start : start + SMALL_PIPELINE]
+            (reply,) = self.ask([(some[0], command(b"MGET", *some))], course)
+            if isinstance(reply, TierUnavailable):
+                raise reply
+            if not isinstance(reply, list) or len(reply) != len(some):
+                raise TierUnavailable("redis: not the Redis protocol")
+            replies += reply
+        return replies
 
     def _carry(
         self,

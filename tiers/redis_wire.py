@@ -39,7 +39,7 @@ BUFFER_BYTES: Final = 4096  # read ahead: of a large payload this much is copied
 MAX_LINE: Final = 4096
 MAX_ITEMS: Final = 1 << 17  # of a list in a reply
 MAX_DEPTH: Final = 4
-MAX_SMALL: Final = 1 << 20  # a reply that is no block
+MAX_SMALL: Final = 64 << 10  # a value that is no block; a reply may hold a thousand of them
 MAX_VALUE: Final = 512 << 20  # Redis' own limit
 DEFAULT_PORT: Final = 6379
 SENTINEL_PORT: Final = 26379
@@ -123,10 +123,10 @@ class Wire:
         except OSError as error:
             self._fail(error)
 
-    def reply(self, depth: int = 0) -> Any:
+    def reply(self, most: int = MAX_SMALL, depth: int = 0) -> Any:
         """One small reply: an int, bytes, None, text, or a list of these. RedisSaysNo for an error.
 
-        Bytes that are longer than anything small of ours are read past, and are None.
+        Bytes of which there are more than `most` are read past: an error of kind WRONGTYPE.
         """
         line = self._line()
         kind, rest = line[:1], line[1:]
@@ -142,7 +142,7 @@ class Wire:
                 return None
             if not 0 <= size <= MAX_VALUE:
                 self._fail(OSError("a reply of a size that cannot be"))
-            if size > MAX_SMALL:
+            if size > most:
                 # Somebody's value at one of our keys must not make the others unreadable.
                 self.skip(size)
                 self.end_of_value()
@@ -158,11 +158,11 @@ class Wire:
             return None
         if not 0 <= count <= MAX_ITEMS or depth == MAX_DEPTH:
             self._fail(OSError("a reply of a size that cannot be"))
-        return [self._item(depth + 1) for _ in range(count)]
+        return [self._item(most, depth + 1) for _ in range(count)]
 
-    def _item(self, depth: int) -> Any:
+    def _item(self, most: int, depth: int) -> Any:
         try:
-            return self.reply(depth)
+            return self.reply(most, depth)
         except RedisSaysNo as error:
             return error
 

@@ -2,6 +2,7 @@
 
 import random
 import time
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -149,6 +150,23 @@ async def test_a_small_value_that_was_made_huge_is_absent_and_costs_no_memory(se
         await tier.write([(b"a", b"1"), (b"c", b"3")], 60, 5)
         client.set(b"kvcascade:b", bytes(8 << 20))
         assert await tier.read([b"a", b"b", b"c"], 5) == [b"1", None, b"3"]
+        assert tier.available
+
+
+async def test_many_small_values_that_were_made_long_cost_no_memory(server: RedisServer) -> None:
+    keys = [b"d:%d" % number for number in range(3000)]
+    async with opened(server.url, deadline="30s") as tier:
+        await tier.write([(key, b"16 bytes of ours") for key in keys], 600, 30)
+        assert await tier.read(keys, 30, most=16) == [b"16 bytes of ours"] * len(keys)
+        client = server.client()
+        for key in keys[:500]:
+            client.set(b"kvcascade:" + key, bytes(60 << 10))
+        tracemalloc.start()
+        told = await tier.read(keys, 30, most=16)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert told == [None] * 500 + [b"16 bytes of ours"] * 2500
+        assert peak < 8 << 20  # of 29 MiB that came
         assert tier.available
 
 
