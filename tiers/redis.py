@@ -205,7 +205,8 @@ class RedisTier:
     def _failed(self, reason: str, *, probe: bool = False) -> None:
         if self._closed:
             return
-        reason = reason.removeprefix("redis: ")
+        # Without a reason it would be available.
+        reason = reason.removeprefix("redis: ") or "an error that says nothing"
         now = self._clock()
         first = not self._reason or self._reason == "not connected yet"
         if first or (reason != self._told and now - self._told_at >= TELL_S):

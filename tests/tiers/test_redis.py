@@ -15,6 +15,7 @@ from kvcascade.tiers import redis as module
 from kvcascade.tiers import value
 from kvcascade.tiers.codec import Codec
 from kvcascade.tiers.redis import RedisTier
+from kvcascade.tiers.redis_wire import Topology
 from kvcascade.tiers.remote import BlockName, Secret
 
 
@@ -253,6 +254,15 @@ async def test_the_log_tells_another_reason_for_which_redis_is_away_once_and_not
             server.kill()
         assert len(lines) == len(told)
         assert all(word in line for word, line in zip(told, lines, strict=True)), lines
+
+
+async def test_an_error_that_says_nothing_is_an_error(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(server.url) as tier:
+        monkeypatch.setattr(Topology, "learn", lambda _: (_ for _ in ()).throw(AssertionError))
+        await available(tier, False)
+        assert tier.status()["reason"]
+        monkeypatch.undo()
+        await available(tier)
 
 
 async def test_a_user_who_may_not_write_is_told(server: RedisServer) -> None:
