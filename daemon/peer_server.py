@@ -298,7 +298,7 @@ class PeerServer:
                     raise TierUnavailable("peer: the caller is gone") from None
 
     def _refuse(self, host: str, error: CascadeError) -> None:
-        self._count("refused_handshakes")
+        self._count("refused_callers")
         with self._lock:
             self._refused = f"{host}: {error}"
 

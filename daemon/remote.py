@@ -31,7 +31,7 @@ import numpy as np
 
 from kvcascade.config.errors import CascadeError, TierUnavailable
 from kvcascade.config.settings import ClusterSettings
-from kvcascade.tiers.block import CRYPTOGRAPHIC, itemsize
+from kvcascade.tiers.block import CRYPTOGRAPHIC
 from kvcascade.tiers.remote import BlockName, Fetch, contradicts, disproves
 from kvcascade.tiers.workers import outlast
 
@@ -73,8 +73,8 @@ class Source(Protocol):
     async def find(self, space: Space, hashes: bytes, ticket: bytes, timeout: float) -> list["Found"]:
         """Who has leading blocks of `hashes`, a piece of a chain. CascadeError when that cannot be told now.
 
-        It answers within `timeout` seconds; where blocks that a ticket names are still being stored, within half as
-        many more.
+        It gives up after `timeout` seconds, and the moment that its threads take to let go; where blocks that a ticket
+        names are still being stored, after half as many more.
         """
 
 
@@ -307,7 +307,7 @@ class Remote:
     async def explain(self, space: Space, hashes: bytes, first: int) -> dict[str, Any]:
         """Asks as a lookup would, fetches nothing, and says what would be fetched from where and why.
 
-        Judged by the speed of the engine of this namespace that was heard of last.
+        Judged by the speed of that engine of this namespace that was the last to be met.
         """
         known = [one for (_, fingerprint), one in self._prefills.items() if fingerprint == space.fingerprint]
         prefill = known[-1] if known else Prefill()
@@ -394,9 +394,8 @@ class Remote:
     def _jobs(self, fetching: _Fetching, at: slice) -> list[Fetch]:
         """Made for one batch when its turn comes: for 16,384 blocks at once they hold the loop for 40 ms."""
         space, view = fetching.prefix.space, self._cache.residency.dram.view
-        element = itemsize(space.namespace.kv_dtype)
         named = zip(fetching.names(at), fetching.pages[at], strict=True)
-        return [Fetch(name, view(page, space.block_bytes).data, element) for name, page in named]
+        return [Fetch(name, view(page, space.block_bytes).data) for name, page in named]
 
     def _attach(self, space: Space) -> _Ours:
         ours = self._ours.get(space.fingerprint)

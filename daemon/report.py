@@ -262,7 +262,7 @@ def _cluster(console: Console, cluster: Answer) -> None:
     for hint in cluster["fleet"].get("hints", []):
         _line(console, f"hint: {hint}")
     if served and served["refused"]:
-        refused = served["counters"]["refused_handshakes"]
+        refused = served["counters"]["refused_callers"]
         _line(console, f"refused callers: {refused}, the last one {served['refused']}")
     callers = served["callers"] if served else []
     for one in callers[-SHOWN_CALLERS:]:

@@ -91,14 +91,15 @@ class PeerSource:
 
         CascadeError when the directory cannot be read, or when none of the nodes answers.
         """
+        began = time.monotonic()
         if ticket:
             named = Ticket.unpack(ticket, self._secret)
             await self._believe(named, timeout)
             # So long for blocks that are still being stored there.
-            return [await self._ask(named.node, named.endpoint, named.boot, space, hashes, timeout, 1.5 * timeout)]
+            left = 1.5 * timeout - (time.monotonic() - began)
+            return [await self._ask(named.node, named.endpoint, named.boot, space, hashes, timeout, left)]
         if self._fleet is None:
             return []
-        began = time.monotonic()
         holders = await self._fleet.find(space.fingerprint, space.group, hashes, space.width, timeout)
         left = timeout - (time.monotonic() - began)
         founds, errors = await answers(

@@ -58,12 +58,11 @@ class Fetch:
     """Receive one block's payload into `into`: writable, contiguous, as long as the payload.
 
     The memory is the caller's, and may be written until the job's future is done; what a failed job leaves there is
-    undefined. `element`: bytes of one number of the KV dtype.
+    undefined.
     """
 
     name: BlockName
     into: memoryview
-    element: int
 
 
 @dataclass(frozen=True, slots=True)

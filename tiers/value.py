@@ -51,7 +51,6 @@ class Header:
     element: int
     raw_bytes: int
     encoded_bytes: int
-    parent: bytes
     checksum: int
     tag: bytes
     tagged: bytes
@@ -90,8 +89,8 @@ def parse(data: bytes | memoryview, name: BlockName, raw_bytes: int) -> Header:
     if len(data) < HEADER_BYTES:
         raise BadValue("no value of ours")
     fields = bytes(data[:_TAGGED])
-    (magic, version, codec, element, width, raw, encoded, group, namespace, block_hash, parent, checksum) = (
-        _FIELDS.unpack(fields)
+    (magic, version, codec, element, width, raw, encoded, group, namespace, block_hash, _, checksum) = _FIELDS.unpack(
+        fields
     )
     if magic != MAGIC:
         raise BadValue("no value of ours")
@@ -105,8 +104,7 @@ def parse(data: bytes | memoryview, name: BlockName, raw_bytes: int) -> Header:
         raise BadValue("another block")
     if raw != raw_bytes or encoded > raw_bytes + HEADER_BYTES:
         raise BadValue("another length")
-    parent = parent[:width] if any(parent) else b""
-    return Header(codec, element, raw, encoded, parent, checksum, bytes(data[_TAGGED:HEADER_BYTES]), fields)
+    return Header(codec, element, raw, encoded, checksum, bytes(data[_TAGGED:HEADER_BYTES]), fields)
 
 
 def veiled(header: bytes | memoryview, name: BlockName, secret: Secret) -> bytes:

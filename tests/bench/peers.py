@@ -126,7 +126,6 @@ def jobs(layers: int) -> list[Fetch]:
         Fetch(
             BlockName(space.fingerprint(), 0, hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]),
             slots[number * size : (number + 1) * size],
-            element=2,
         )
         for number in range(TOTAL // size)
     ]

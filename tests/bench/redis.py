@@ -80,7 +80,7 @@ async def measure(bench: Bench, server: RedisServer, port: int, block: int, coun
     slots = [arrived[at : at + block] for at in range(0, len(arrived), block)]
     names = [BlockName(NAMESPACE, 0, number.to_bytes(32, "little")) for number in range(max(count, NAMES))]
     sends = [Send(name, b"", payload, 2) for name, payload in zip(names, payloads, strict=False)]
-    fetches = [Fetch(name, slot, 2) for name, slot in zip(names, slots, strict=False)]
+    fetches = [Fetch(name, slot) for name, slot in zip(names, slots, strict=False)]
     seen: dict[str, list[float]] = {}
 
     @contextmanager

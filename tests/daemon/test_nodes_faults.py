@@ -299,7 +299,7 @@ def test_who_speaks_another_protocol_to_a_node_is_turned_away_and_told_of(
                 while sock.recv(1 << 16):
                     pass
         server = a.status()["cluster"]["server"]
-        assert server["counters"]["refused_handshakes"] == 3
+        assert server["counters"]["refused_callers"] == 3
         assert "is no kvcascade node" in server["refused"]
         writer, tokens = start_engine(a), prompt("one", BLOCKS)
         writer.store(tokens)

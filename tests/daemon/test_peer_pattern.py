@@ -97,7 +97,7 @@ async def nodes(
 async def fetch(peers: Peers, endpoint: Endpoint, timeout: float = 20.0) -> int:
     """Fetches all blocks; how many came. No block that is called good is another one."""
     slots = [bytearray(BLOCK) for _ in HASHES]
-    jobs = [Fetch(BlockName(SPACE, 0, one), memoryview(slot), 2) for one, slot in zip(HASHES, slots, strict=True)]
+    jobs = [Fetch(BlockName(SPACE, 0, one), memoryview(slot)) for one, slot in zip(HASHES, slots, strict=True)]
     reasons = await peers.fetch(endpoint, b"a" * 16, jobs, timeout)
     assert len(reasons) == COUNT
     for one, slot, reason in zip(HASHES, slots, reasons, strict=True):

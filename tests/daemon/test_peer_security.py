@@ -131,7 +131,7 @@ async def test_another_secret_is_refused_and_told_on_both_sides(
         with pytest.raises(Refused, match=r"cluster\.secret_file: source has another secret"):
             await ask(peers, server.endpoint, me.boot)
         assert "another secret" in peers.status()[0]["reason"]
-        await until(lambda: server.status()["counters"].get("refused_handshakes"))
+        await until(lambda: server.status()["counters"].get("refused_callers"))
         assert "asking has another secret" in caplog.text
         assert not pool.asked
 
@@ -229,7 +229,7 @@ async def test_a_stranger_cannot_make_up_nodes() -> None:
         async with asking(Secret(b"a guess"), me=stranger) as peers:
             with pytest.raises(Refused, match="secret"):
                 await ask(peers, server.endpoint, me.boot)
-        await until(lambda: server.status()["counters"].get("refused_handshakes"))
+        await until(lambda: server.status()["counters"].get("refused_callers"))
     assert not told
 
 
@@ -415,7 +415,7 @@ async def test_nonsense_is_turned_away_and_the_port_serves_on(what: str, caplog:
                     pass
 
         await asyncio.wait_for(asyncio.to_thread(send), PATIENCE_S)
-        assert server.status()["counters"]["refused_handshakes"] == 1
+        assert server.status()["counters"]["refused_callers"] == 1
         assert not pool.asked
         assert await ask(peers, server.endpoint, me.boot) == len(HASHES)
     assert "Traceback" not in caplog.text

@@ -59,7 +59,7 @@ def node(name: str, **fields: Any) -> NodeInfo:
 def jobs(hashes: Sequence[bytes], size: int = BLOCK) -> list[Fetch]:
     """Into memory that holds something else, so that untouched bytes do not look like a block."""
     return [
-        Fetch(BlockName(NAMESPACE, 0, one), memory(bytearray(b"\xa5" * size)), element=2) for one in hashes
+        Fetch(BlockName(NAMESPACE, 0, one), memory(bytearray(b"\xa5" * size))) for one in hashes
     ]  # fmt: skip
 
 

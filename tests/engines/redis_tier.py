@@ -47,7 +47,7 @@ def sends(numbers: range, size: int = SIZE) -> list[Send]:
 
 
 def fetches(numbers: range, size: int = SIZE) -> list[Fetch]:
-    return [Fetch(name(n), memoryview(bytearray(size)), 2) for n in numbers]
+    return [Fetch(name(n), memoryview(bytearray(size))) for n in numbers]
 
 
 def check(jobs: list[Fetch], reasons: list[str | None], numbers: range) -> None:
