@@ -633,15 +633,17 @@ class CascadeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         hashes = self._described[save.request_id].hashes[save.group]
         lora = getattr(request, "lora_request", None)
         for index in save.indices:
-            begin = index * group.block_tokens
+            begin, end = index * group.block_tokens, (index + 1) * group.block_tokens
+            extra_keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, begin, end, 0)
             event = BlockStored(
                 block_hashes=[kv_cache_utils.maybe_convert_block_hash(hashes[index])],
                 parent_block_hash=kv_cache_utils.maybe_convert_block_hash(hashes[index - 1]) if index else None,
-                token_ids=list(request.all_token_ids[begin : begin + group.block_tokens]),
+                token_ids=list(request.all_token_ids[begin:end]),
                 block_size=group.block_tokens,
                 lora_id=lora.adapter_id if lora else None,
                 medium="CPU",
                 lora_name=lora.lora_name if lora else None,
+                extra_keys=kv_cache_utils.to_event_extra_keys([extra_keys]),
                 group_idx=save.group,
             )
             yield index, _Announced(event, len(committers(group.kv_heads, self._ranks, index, group.kind)))

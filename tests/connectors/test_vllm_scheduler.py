@@ -18,6 +18,8 @@ from engines.vllm_engine import Vllm, VllmError, sources
 from engines.vllm_lab import Lab, at_random, in_memory, pins, prompt, stored
 from engines.vllm_side import expected
 
+from kvcascade.tiers.block import block_hashes
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 BLOCK = 16
@@ -695,6 +697,36 @@ def test_stored_blocks_are_announced_with_their_tokens(start_lab, daemon, multi)
     eventually(all_told)
     assert {one["medium"] for one in found} == {"CPU"}
     assert {one["block_size"] for one in found} == {BLOCK}
+    lab.sound()
+
+
+@pytest.mark.parametrize(
+    ("kind", "tagged"),
+    [
+        ("", lambda key: key),
+        ("lora", lambda name: ("lora", name, f"/adapters/{name}")),  # vLLM's own events leave out the path too
+        ("image", lambda key: ("mm", *key)),
+        ("salt", lambda salt: ("cache_salt", salt)),
+    ],
+)
+def test_the_hashes_that_are_announced_follow_from_what_is_announced_with_them(start_lab, daemon, kind, tagged):
+    lab = start_lab(daemon, events=True)
+    lab.serve("cold", prompt(1, 100), **({kind: "one", "flavour": 1} if kind else {}))
+    found: list[dict[str, Any]] = []
+
+    def all_told() -> bool:
+        lab.serve(f"more {len(found)} {random.random()}", prompt(7, 5), 1)
+        found.extend(lab.get("events"))
+        return len(found) >= 6
+
+    eventually(all_told)
+    found.sort(key=lambda event: prompt(1, 100).index(event["token_ids"][0]))
+    keys = [key and tuple(map(tagged, key)) for event in found for key in event["extra_keys"]]
+    tokens = [token for event in found for token in event["token_ids"]]
+    hashes = block_hashes(tokens, BLOCK, seed="0", extra_keys=keys)
+    assert tokens == prompt(1, 100)[:96]
+    assert [event["block_hashes"] for event in found] == [[int.from_bytes(one[-8:], "big")] for one in hashes]
+    assert any(keys) == bool(kind)
     lab.sound()
 
 
