@@ -61,6 +61,7 @@ class Cluster:
         self.granting: Granting
         self._sources: list[Source] = []
         self._redis_link: Link | None = None
+        self._sent = Link()  # to Redis
         self._unheard = ""  # why other nodes are not served
         self._listening_again: asyncio.Task[None] | None = None
         listen = settings.peers.listen
@@ -101,7 +102,11 @@ class Cluster:
         # A node that has neither secret nor certificate could be anybody.
         proven = self._secret.shared or settings.peers.tls_cert is not None
         self._peer_source = PeerSource(
-            self.peers, directory, self._secret, address_of=None if proven else self._address_of
+            self.peers,
+            directory,
+            self._secret,
+            address_of=None if proven else self._address_of,
+            codec=lambda link: self._choice.choose(link.speed),
         )
         self._sources.append(self._peer_source)
         self.remote = await stack.enter_async_context(
@@ -115,7 +120,7 @@ class Cluster:
 
     async def _open_redis(self, stack: AsyncExitStack) -> None:
         settings = self._settings
-        redis = self.redis = RedisTier(settings.redis, self._secret, codec=self._redis_codec)
+        redis = self.redis = RedisTier(settings.redis, self._secret, codec=self._redis_codec, sent=self._sent.observe)
         await redis.open()
         stack.push_async_callback(redis.close)
         if settings.redis.store in ("payload", "both"):
@@ -170,11 +175,13 @@ class Cluster:
             self.fleet.note(info)
 
     def _redis_codec(self) -> Codec:
-        link = self._redis_link
-        return self._choice.choose(link.bandwidth if link is not None and link.observed else None)
+        fetched = None if self._redis_link is None else self._redis_link.speed
+        return self._choice.choose(self._sent.speed or fetched)
 
-    def _peer_codec(self) -> Codec:
-        return self._choice.choose(self._settings.peers.bandwidth or None)
+    def _peer_codec(self, asked: Codec | None) -> Codec:
+        """Who fetches sees the link; what this node's own limit makes of it, before that is seen too."""
+        own = self._choice.choose(self._settings.peers.bandwidth or None)
+        return asked if asked is not None and own == Codec.RAW and self._settings.cluster.codec == "auto" else own
 
     def hand_off(self, space: Space, hashes: bytes, seconds: float) -> bytes:
         """A ticket for these blocks; see `Granting.hand_off`."""

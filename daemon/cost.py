@@ -61,12 +61,15 @@ class Link:
     bandwidth: float = FIRST_BANDWIDTH
     observed: int = 0
     queued: int = 0  # bytes that are asked for and have not come
+    packed: float = 1.0  # bytes on the way for each of a payload
     clock: Callable[[], float] = time.monotonic
     heard: float = math.inf  # when it was observed last; inf: not yet
     _ended: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=TOGETHER))  # begin, end, bytes
 
-    def observe(self, nbytes: int, seconds: float, first_byte: float) -> None:
+    def observe(self, nbytes: int, seconds: float, first_byte: float, sent: int | None = None) -> None:
         """`nbytes` have come, in `seconds` from asking to now, the first of them after `first_byte` seconds.
+
+        `sent`: as how many they crossed the link, which is fewer where they were packed; None: as they are.
 
         Transfers that run together share the link: what others brought meanwhile is added to this one's bytes, and the
         wait behind them is no latency.
@@ -82,9 +85,15 @@ class Link:
                 more * (end - max(begin, began)) / (end - began) for began, end, more in self._ended if end > begin
             )
             self.bandwidth += weight * ((nbytes + meanwhile) / (seconds - first_byte) - self.bandwidth)
+            self.packed += weight * ((nbytes if sent is None else sent) / nbytes - self.packed)
             self.observed += 1
             self.heard = now
             self._ended.append((begin, now, nbytes))
+
+    @property
+    def speed(self) -> float | None:
+        """Bytes a second on the way itself, however they are packed; None: it is not known yet."""
+        return self.now().bandwidth * self.packed if self.observed else None
 
     def late(self, nbytes: int, seconds: float) -> None:
         """`nbytes` were under way, and in `seconds` nothing of use has come: it was given up.

@@ -71,10 +71,12 @@ class PeerServer:
         me: Callable[[], NodeInfo],
         granting: Granting,
         *,
-        codec: Callable[[], Codec] = lambda: Codec.RAW,
+        codec: Callable[[Codec | None], Codec] = lambda asked: asked or Codec.RAW,
         met: Callable[[NodeInfo], None] = lambda info: None,
     ) -> None:
         """`me`: who this node is, asked at each handshake. `met`: told, on the loop, of nodes that were refused.
+
+        `codec`: how payloads are packed for one that would have them so, or has no wish.
 
         ConfigError for certificates that do not fit.
         """
@@ -321,7 +323,9 @@ class PeerServer:
                 )
                 channel.say(Say.ANSWER, {"count": count})
             elif said == Say.FETCH:
-                self._send(channel, caller, namespace, group, hashes)
+                wanted = take(values, "codec", int, default=-1)
+                codec = self._codec(Codec(wanted) if wanted in list(Codec) else None)
+                self._send(channel, caller, namespace, group, hashes, codec)
             else:
                 raise ProtocolError(f"peer: {said.name.lower()} is nothing to ask")
         except CascadeError as error:
@@ -329,7 +333,9 @@ class PeerServer:
                 raise
             channel.say(Say.REFUSED, {"reason": str(error)[:1024]})
 
-    def _send(self, channel: Channel, caller: NodeInfo, namespace: bytes, group: int, hashes: bytes) -> None:
+    def _send(
+        self, channel: Channel, caller: NodeInfo, namespace: bytes, group: int, hashes: bytes, codec: Codec
+    ) -> None:
         held: list[Grant] = []
 
         async def hold() -> None:
@@ -341,7 +347,7 @@ class PeerServer:
         try:
             self._on_loop(hold(), channel)
             if held:
-                sent = self._send_granted(channel, caller, held[0])
+                sent = self._send_granted(channel, caller, held[0], codec)
             else:
                 channel.say(Say.GRANTED, {"count": 0})
                 channel.say(Say.SENT, {"valid": True})
@@ -353,12 +359,11 @@ class PeerServer:
         for grant in held:
             self._granting.release(grant, sent=sent)
 
-    def _send_granted(self, channel: Channel, caller: NodeInfo, grant: Grant) -> bool:
+    def _send_granted(self, channel: Channel, caller: NodeInfo, grant: Grant, codec: Codec) -> bool:
         """Whether all blocks were sent as they are named."""
         # The caller's own deadline ends it sooner, by the connection's end.
         channel.until(time.monotonic() + MAX_WAIT_S, self._settings.deadline)
         channel.say(Say.GRANTED, {"count": len(grant.blocks)})
-        codec = self._codec()
         batch: list[bytes | memoryview] = []
         size = begin = 0
         for number, (name, block) in enumerate(zip(grant.names, grant.blocks, strict=True)):

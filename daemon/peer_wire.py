@@ -12,7 +12,7 @@ what keeps strangers out.
                                           ←        hello(info, nonce), proof
     proof                                 →
     ask(namespace, group, hashes, wait)   →        answer(count)               or   refused(reason)
-    fetch(namespace, group, hashes)       →        granted(count), count values, sent(valid)
+    fetch(namespace, group, hashes, codec) →        granted(count), count values, sent(valid)
 
 Who they are is compared only once both have proved the secret: a stranger can neither learn by trying which seed would
 fit, nor put nodes that do not exist into anybody's `status`. Then either side says why they can share nothing.

@@ -35,7 +35,7 @@ from .protocol import MOST_LISTED, take
 log = logging.getLogger("kvcascade.peers")
 
 T = TypeVar("T")
-Observe = Callable[[int, float, float], None]
+Observe = Callable[[int, float, float, int], None]
 Address = tuple[Any, ...]  # family, and what its sockets connect to
 
 PAUSE_FIRST_S: Final = 0.5
@@ -216,9 +216,13 @@ class Peers:
         jobs: Sequence[Fetch],
         timeout: float,
         *,
+        codec: Codec | None = None,
         observe: Observe | None = None,
     ) -> list[str | None]:
         """Receives blocks of one namespace and group, consecutive ones of a chain; a reason, or None for each.
+
+        `codec`: how the other side had better pack them. `observe`: told how many bytes came within how many seconds,
+        after how many the first, and as how many they crossed the link.
 
         `timeout` is for all of them; where no byte moves for peers.deadline it ends sooner.
         """
@@ -234,6 +238,7 @@ class Peers:
         share = max(1, -(-len(jobs) // pieces))
         parts = [jobs[start : start + share] for start in range(0, len(jobs), share)]
         firsts: list[float] = []
+        sent: list[int] = []
 
         async def receive(part: Sequence[Fetch], reasons: list[str | None]) -> CascadeError | None:
             assert self._data is not None
@@ -243,7 +248,7 @@ class Peers:
                     peer.data,
                     peer,
                     deadline,
-                    lambda on: self._receive(on, boot, part, reasons, firsts),
+                    lambda on: self._receive(on, boot, part, codec, reasons, firsts, sent),
                     silence=self._settings.deadline,
                 )
             except CascadeError as error:
@@ -267,7 +272,7 @@ class Peers:
         else:
             self._worked(peer)
         if observe is not None and good and firsts:
-            observe(good, seconds, min(firsts) - began)
+            observe(good, seconds, min(firsts) - began, sum(sent))
         return reasons
 
     async def _exchange(
@@ -341,11 +346,18 @@ class Peers:
         peer.resolved_at = self._clock()
 
     def _receive(
-        self, channel: Channel, boot: bytes, part: Sequence[Fetch], reasons: list[str | None], firsts: list[float]
+        self,
+        channel: Channel,
+        boot: bytes,
+        part: Sequence[Fetch],
+        codec: Codec | None,
+        reasons: list[str | None],
+        firsts: list[float],
+        sent: list[int],
     ) -> None:
         name = part[0].name
         hashes = b"".join(job.name.block_hash for job in part)
-        body = {"boot": boot, "namespace": name.namespace, "group": name.group, "hashes": hashes}
+        body = {"boot": boot, "namespace": name.namespace, "group": name.group, "hashes": hashes, "codec": codec}
         channel.say(Say.FETCH, body)
         said, values = channel.hear()
         if said != Say.GRANTED:
@@ -358,7 +370,7 @@ class Peers:
             if head == value.VOID:
                 reasons[number:count] = [VOID] * (count - number)
                 break
-            reasons[number] = self._receive_block(channel, head, job)
+            reasons[number] = self._receive_block(channel, head, job, sent)
             if reasons[number] in OUT_OF_STEP:
                 # Its header may say any length: nothing behind it can be found.
                 raise TierUnavailable("peer: what came before was not what was asked for")
@@ -369,7 +381,7 @@ class Peers:
             # What proved true was read in time; the rest was overwritten on its way out.
             reasons[:count] = [None if reason is None else VOID for reason in reasons[:count]]
 
-    def _receive_block(self, channel: Channel, head: bytes, job: Fetch) -> str | None:
+    def _receive_block(self, channel: Channel, head: bytes, job: Fetch, sent: list[int]) -> str | None:
         """One block into its slot. A reason of OUT_OF_STEP: its payload was not read."""
         try:
             header = value.parse(head, job.name, len(job.into))
@@ -384,6 +396,7 @@ class Peers:
             if header.codec != Codec.RAW:
                 decode(encoded, header.codec, header.element, job.into)
             value.verify(header, job.into)
+            sent.append(header.encoded_bytes)
         except (value.BadValue, CodecError) as error:
             return str(error)
         return None

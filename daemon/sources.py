@@ -7,6 +7,7 @@ from functools import partial
 
 from kvcascade.config.errors import Refused, TierUnavailable
 from kvcascade.config.settings import Endpoint
+from kvcascade.tiers.codec import Codec
 from kvcascade.tiers.redis import RedisTier
 from kvcascade.tiers.remote import BlockName, Fetch, Secret
 
@@ -75,14 +76,17 @@ class PeerSource:
         secret: Secret,
         *,
         address_of: Callable[[bytes, float], Awaitable[Endpoint | None]] | None = None,
+        codec: Callable[[Link], Codec | None] = lambda link: None,
     ) -> None:
         """`address_of`: where an incarnation is known to be, within so many seconds; no ticket is believed that says
-        otherwise. None where a ticket's tag, or the other side's certificate, is proof enough.
+        otherwise. None where a ticket's tag, or the other side's certificate, is proof enough. `codec`: how payloads
+        had better be packed for a link.
         """
         self._peers = peers
         self._secret = secret
         self._fleet = fleet
         self._address_of = address_of
+        self._codec = codec
         self.links: dict[bytes, Link] = {}
         self._doubted: set[Endpoint] = set()  # that the log has named
 
@@ -149,4 +153,5 @@ class PeerSource:
     async def _fetch(
         self, endpoint: Endpoint, boot: bytes, link: Link, jobs: Sequence[Fetch], timeout: float
     ) -> list[str | None]:
-        return await self._peers.fetch(endpoint, boot, jobs, timeout, observe=link.observe)
+        codec = self._codec(link)
+        return await self._peers.fetch(endpoint, boot, jobs, timeout, codec=codec, observe=link.observe)

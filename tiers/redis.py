@@ -46,7 +46,7 @@ log = logging.getLogger("kvcascade.redis")
 T = TypeVar("T")
 J = TypeVar("J")
 Work = Callable[[Sequence[J], Sequence[int], list[str | None], Course], None]
-Observe = Callable[[int, float, float], None]
+Observe = Callable[[int, float, float, int], None]
 
 PROBE_S: Final = 2.0  # how often Redis is asked how it is
 PAUSE_FIRST_S: Final = 0.5  # before a probe after a failure, doubling
@@ -94,11 +94,17 @@ class RedisTier:
         secret: Secret,
         *,
         codec: Callable[[], Codec] = lambda: Codec.RAW,
+        sent: Observe = lambda nbytes, seconds, first, sent: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`codec`: how the next payloads are packed. ConfigError for settings that can never work."""
+        """`codec`: how the next payloads are packed. `sent`: told of what was stored as `observe` is of what was
+        fetched: bytes, seconds, those until the first one, and as how many they crossed the link.
+
+        ConfigError for settings that can never work.
+        """
         self._settings = settings
         self._codec = codec
+        self._sent = sent
         self._clock = clock
         self._topology: Topology = topology(settings)
         self._nodes = Nodes(settings, secret, self._topology, clock)
@@ -365,7 +371,7 @@ class RedisTier:
         good = sum(len(job.into) for job, reason in zip(jobs, reasons, strict=True) if reason is None)
         self._count("fetched", good, reasons)
         if observe is not None and good and course.firsts:
-            observe(good, self._clock() - began, min(course.firsts) - began)
+            observe(good, self._clock() - began, min(course.firsts) - began, sum(course.sent))
         return reasons
 
     async def store(self, jobs: Sequence[Send], timeout: float) -> list[str | None]:
@@ -380,10 +386,15 @@ class RedisTier:
             return [self._refused] * len(jobs)
         some, spent = self._spend(jobs)
         codec = self._codec()
-        reasons, _ = await self._spread(self._sending, some, timeout, lambda *rest: self._nodes.store(codec, *rest))
+        began = self._clock()
+        reasons, course = await self._spread(
+            self._sending, some, timeout, lambda *rest: self._nodes.store(codec, *rest)
+        )
         good = sum(len(job.payload) for job, reason in zip(some, reasons, strict=True) if reason is None)
         self._written -= spent - good
         self._count("stored", good, reasons)
+        if good and reasons.count(None) == len(some):
+            self._sent(good, self._clock() - began, 0.0, sum(course.sent))
         lasting = next((one for one in reasons if one is not None and one.partition(" ")[0] in LASTING), None)
         if lasting is not None:
             self._refused, self._refused_until = lasting, self._clock() + REFUSED_S

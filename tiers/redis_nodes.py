@@ -46,6 +46,7 @@ class Course:
         self.begun = math.inf  # when a thread came round to it first
         self.answers = 0
         self.firsts: list[float] = []
+        self.sent: list[int] = []  # bytes of payloads that crossed the link whole
         self.connecting: Node | None = None
         self.trouble: dict[Node, str] = {}
         self._lock = Lock()
@@ -439,17 +440,17 @@ class Nodes:
             wire.send([b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(keys[number]), keys[number]) for number in some])
 
         def hear(wire: Wire, number: int) -> str | None:
-            return self._receive(wire, jobs[number], course.firsts)
+            return self._receive(wire, jobs[number], course)
 
         self._carry(keys, numbers, reasons, course, send, hear, _window(len(jobs[numbers[0]].into)))
 
-    def _receive(self, wire: Wire, job: Fetch, firsts: list[float]) -> str | None:
+    def _receive(self, wire: Wire, job: Fetch, course: Course) -> str | None:
         """One value from the wire into its slot. The wire is in step then, or closed if the value is too long."""
         try:
             size = wire.value()
         except RedisSaysNo as error:
             return "no value of ours" if error.code == "WRONGTYPE" else f"{error.code} {error.rest}"
-        firsts.append(self._clock())
+        course.firsts.append(self._clock())
         if size is None:
             return ABSENT
         left = size
@@ -471,6 +472,7 @@ class Nodes:
             if header.codec != Codec.RAW:
                 decode(encoded, header.codec, header.element, job.into)
             value.verify(header, job.into)
+            course.sent.append(header.encoded_bytes)
         except (value.BadValue, CodecError) as error:
             reason: str | None = str(error)
         else:
@@ -498,7 +500,9 @@ class Nodes:
             parts: list[bytes | memoryview] = []
             size = 0
             for number in some:
-                parts += self._packed(keys[number], jobs[number], codec, ttl)
+                packed = self._packed(keys[number], jobs[number], codec, ttl)
+                course.sent.append(sum(map(len, packed)))
+                parts += packed
                 size += len(jobs[number].payload)
                 if size >= BATCH:
                     wire.send(parts)

@@ -360,3 +360,13 @@ def test_whoever_gives_up_what_is_late_is_late_by_a_bounded_share(rate: float, b
 
 def test_an_engine_whose_speed_is_not_known_waits_until_the_deadline() -> None:
     assert patience(Prefill(), 0, 16, 160) == math.inf
+
+
+def test_a_link_is_as_fast_as_what_crosses_it() -> None:
+    """That a packed payload comes sooner must not make the link a fast one, and the next one raw."""
+    seconds = itertools.count(0.0, 2.0)
+    one = Link(clock=lambda: next(seconds))
+    assert one.speed is None
+    for _ in range(5):
+        one.observe(10**8, 1.01, 0.01, 5 * 10**7)
+    assert one.bandwidth == pytest.approx(10**8) and one.speed == pytest.approx(5 * 10**7, rel=0.01)

@@ -18,6 +18,7 @@ from engines.proxy import Proxy
 from kvcascade.config.errors import CascadeError, Refused, TierUnavailable
 from kvcascade.config.settings import Endpoint, PeerSettings
 from kvcascade.daemon import peer_server
+from kvcascade.daemon.peer_server import PeerServer
 from kvcascade.daemon.peer_wire import Channel, Say
 from kvcascade.daemon.peers import TROUBLE_S, VOID, Peers
 from kvcascade.daemon.remote import MOST_BLOCKS
@@ -96,8 +97,8 @@ async def test_blocks_come_from_the_pool_into_the_slots(codec: Codec, secret: by
         # The second of two connections begins behind the eighth block, and so has a prefix of its own.
         assert intact(wanted, reasons) == list(range(12))
         assert reasons[12:] == ["not there"] * 3
-        ((count, seconds, first),) = seen
-        assert count == 12 * (256 << 10)
+        ((count, seconds, first, sent),) = seen
+        assert count == sent == 12 * (256 << 10)  # what is noise is not packed
         assert 0 < first <= seconds
         (peer,) = peers.status()
         assert (peer["name"], peer["state"], peer["boot"]) == ("source", "ok", me.boot.hex())
@@ -569,3 +570,30 @@ async def test_connections_that_are_only_kept_for_later_keep_no_node_out(monkeyp
         told = server.status()
         assert told["counters"].get("connections_refused", 0) == 0 and told["counters"]["connections_displaced"] >= 8
         await until(lambda: server.status()["connections"] <= 3)
+
+
+async def test_who_fetches_says_how_it_had_better_be_packed() -> None:
+    """It alone sees how fast the link is."""
+    asked: list[Codec | None] = []
+
+    def packs(wanted: Codec | None) -> Codec:
+        asked.append(wanted)
+        return wanted or Codec.RAW
+
+    me, pool = node("source"), Pool(HASHES)
+    for one in HASHES:
+        pool._slot(one)[:] = 7
+    server = PeerServer(PeerSettings(listen=Endpoint("127.0.0.1", 0)), Secret(), lambda: me, pool, codec=packs)
+    async with server, asking() as peers:
+        for codec in (None, *Codec):
+            told: list[Any] = []
+            wanted = jobs(HASHES)
+            reasons = await peers.fetch(
+                server.endpoint, me.boot, wanted, 5.0, codec=codec, observe=lambda *one, told=told: told.append(one)
+            )
+            assert reasons == [None] * len(HASHES)
+            assert all(set(bytes(job.into)) == {7} for job in wanted)
+            ((count, _, _, sent),) = told
+            assert (sent < 0.6 * count) == bool(codec)
+    assert list(dict.fromkeys(asked)) == [None, *Codec]  # once for each connection
+    pool.close()

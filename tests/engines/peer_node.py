@@ -152,7 +152,7 @@ async def serving(
     settings = {"listen": Endpoint("127.0.0.1", 0), **settings}
     more = {} if met is None else {"met": met}
     async with PeerServer(
-        PeerSettings(**settings), secret or Secret(), lambda: me, pool, codec=lambda: codec, **more
+        PeerSettings(**settings), secret or Secret(), lambda: me, pool, codec=lambda asked: asked or codec, **more
     ) as server:
         yield server
     assert not pool.held

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from engines.redis_server import RedisServer, serve
-from engines.redis_tier import SECRET, SIZE, available, check, fetches, name, opened, pattern, sends, settings
+from engines.redis_tier import SECRET, SIZE, available, check, fetches, name, opened, pattern, probed, sends, settings
 
 from kvcascade.config.errors import ConfigError, TierUnavailable
 from kvcascade.tiers import redis as module
@@ -16,7 +16,7 @@ from kvcascade.tiers import value
 from kvcascade.tiers.codec import Codec
 from kvcascade.tiers.redis import RedisTier
 from kvcascade.tiers.redis_wire import Topology
-from kvcascade.tiers.remote import BlockName, Secret
+from kvcascade.tiers.remote import BlockName, Secret, Send
 
 
 @pytest.fixture
@@ -39,14 +39,32 @@ async def test_what_was_stored_is_fetched(server: RedisServer, codec: Codec, sec
     async with opened(server.url, secret, codec) as tier:
         assert await tier.store(sends(range(40)), 5) == [None] * 40
         assert await tier.present([name(n) for n in range(50)], 5) == 40
-        seen: list[tuple[int, float, float]] = []
+        seen: list[tuple[int, float, float, int]] = []
         jobs = fetches(range(40))
         reasons = await tier.fetch(jobs, 5, observe=lambda *one: seen.append(one))
         assert reasons == [None] * 40
         check(jobs, reasons, range(40))
-        ((nbytes, seconds, first),) = seen
-        assert nbytes == 40 * SIZE and 0 < first <= seconds
+        ((nbytes, seconds, first, sent),) = seen
+        assert nbytes == sent == 40 * SIZE and 0 < first <= seconds  # what is noise is not packed
         assert 0 < server.client().pttl(tier.key_of(name(3))) <= 24 * 3600 * 1000
+
+
+async def test_what_crosses_the_link_is_told_both_ways(server: RedisServer) -> None:
+    """By that the next payloads are packed; a node that only stores would never know."""
+    told: list[tuple[int, float, float, int]] = []
+    tier = RedisTier(settings(server.url), SECRET, codec=lambda: Codec.ZSTD, sent=lambda *one: told.append(one))
+    await tier.open()
+    try:
+        await probed(tier)
+        zeros = [Send(name(n), b"", memoryview(bytes(SIZE)), 2) for n in range(20)]
+        assert await tier.store(zeros, 5) == [None] * 20
+        assert await tier.fetch(fetches(range(20)), 5, observe=lambda *one: told.append(one)) == [None] * 20
+    finally:
+        await tier.close()
+    assert [nbytes for nbytes, *_ in told] == [20 * SIZE] * 2
+    # The low byte of each number is not packed, and its header and command are sent too.
+    assert all(10 * SIZE < sent < 11 * SIZE for *_, sent in told)
+    assert all(0 <= first < seconds for _, seconds, first, _ in told)
 
 
 async def test_large_blocks_and_many_at_once(server: RedisServer) -> None:
