@@ -43,7 +43,7 @@ PAUSE_LAST_S: Final = 30.0
 TROUBLE_S: Final = 2 * PAUSE_LAST_S  # so long a node that nobody asks any more counts as in trouble
 # So long in all a node is asked in vain, since its last answer, before it is left alone: a question of somebody in a
 # hurry may have had no time. No longer than this share of peers.deadline, of which a question has had most by then.
-VAIN_S: Final = 0.8
+VAIN_S: Final = 0.5
 VAIN: Final = 0.8
 IDLE_S: Final = 60.0  # a connection that was not used for so long is closed
 RESOLVED_S: Final = 60.0  # how long a host name's addresses are believed
