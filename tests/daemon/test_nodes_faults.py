@@ -318,7 +318,7 @@ def test_a_node_that_does_not_answer_keeps_nothing_from_readers_that_redis_has(
     eventually(lambda: a.status()["cluster"]["fleet"]["counters"].get("entries_written", 0))
     reader = start_engine(b, timeout=20.0)
     reader.attach()
-    reader.computed(len(tokens), 12.0)
+    reader.computed(len(tokens), 6.0)
     a.process.send_signal(signal.SIGSTOP)
     found = reader.lookup(tokens, "r", wait_ms=15_000)
     assert (found["matched"], found["asking"]) == (BLOCKS, False)
