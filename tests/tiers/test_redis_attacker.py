@@ -117,7 +117,7 @@ async def test_the_authentic_value_of_another_block_is_refused_under_every_key(s
         for foreign in (other_space, other_group):
             client.set(tier.key_of(foreign), good[0])
             (job,) = fetches(range(1))
-            assert await tier.fetch([type(job)(foreign, job.into, 2)], 5) == ["another block"]
+            assert await tier.fetch([type(job)(foreign, job.into)], 5) == ["another block"]
 
 
 @pytest.mark.parametrize("width", [16, 32])
