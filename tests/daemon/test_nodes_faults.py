@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from engines.nodes import BLOCKS, SECRET, Start, absence_forgotten, fetch, fetched, node, stored
+from engines.ports import free_port
 from engines.proxy import Proxy
-from engines.redis_server import RedisServer, free_port, serve
+from engines.redis_server import RedisServer, serve
 from engines.scripted import eventually, prompt
 
 from kvcascade.config.settings import Endpoint

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines.ports import free_port
 from engines.proxy import Proxy
-from engines.redis_server import RedisServer, free_port, serve
+from engines.redis_server import RedisServer, serve
 from engines.scripted import Engine, EngineError, eventually, prompt
 
 from kvcascade.daemon.protocol import Tier

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from engines.hasty_daemon import command
 from engines.nodes import Start, node, stored
+from engines.ports import free_port
 from engines.proxy import Proxy
-from engines.redis_server import RedisServer, free_port, serve
+from engines.redis_server import RedisServer, serve
 from engines.scripted import Engine, eventually, prompt
 
 SHAPE = {"layers": 8, "head_dim": 128}  # 256 KiB a block

@@ -14,14 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from engines.ports import free_port
 
 START_S = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -12,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from engines.ports import free_port
 
 START_S = 240.0
 STOP_S = 60.0
@@ -55,9 +56,7 @@ class Server:
 @contextmanager
 def serving(command: Sequence[str | Path], log: Path, **variables: str) -> Iterator[Server]:
     """Starts a command with `--port` added; it is ended with all that it started."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("KVCASCADE_", "VLLM_"))}
     with log.open("wb") as file:
         process = subprocess.Popen(
