@@ -243,12 +243,27 @@ class Endpoint(NamedTuple):
 
     @property
     def is_possible(self) -> bool:
-        """Whether the host may have an address: a name with an empty part, or one of over 63 characters, has none."""
+        """Whether the host may have an address.
+
+        A name with an empty part, or one of over 63 characters, has none; nor have numbers that are no IP address.
+        """
         try:
-            self.host.encode("idna")
-        except UnicodeError:
+            if re.fullmatch(r"[0-9.]+|.*:.*", self.host):
+                ipaddress.ip_address(self.host)
+            else:
+                self.host.encode("idna")
+        except ValueError:
             return False
         return True
+
+    @property
+    def is_one_host(self) -> bool:
+        """Whether others could mean one host by it: not all of its own addresses, nor a group's."""
+        try:
+            address = ipaddress.ip_address(self.host)
+        except ValueError:
+            return True
+        return not (address.is_unspecified or address.is_multicast)
 
 
 def _endpoint(*, any_port: bool) -> Callable[[object], Endpoint | None]:
@@ -266,7 +281,11 @@ def _endpoint(*, any_port: bool) -> Callable[[object], Endpoint | None]:
             raise ValueError(f"{port} is not a port: write one from 1 to 65535")
         endpoint = Endpoint(found[1] or found[2], port)
         if not endpoint.is_possible:
-            raise ValueError(f"{endpoint.host!r} is no name of a host: its parts have 1 to 63 characters each")
+            raise ValueError(
+                f"{endpoint.host!r} is no name of a host, whose parts have 1 to 63 characters each, and no IP address"
+            )
+        if not (any_port or endpoint.is_one_host):
+            raise ValueError(f"{endpoint.host} is the address of no one host: write the one that others reach")
         return endpoint
 
     return read
@@ -478,6 +497,13 @@ class PeerSettings(Section):
         "5s", _duration(0.01, 60), "how long a peer may take to answer, and no byte of a block may move"
     )
     threads: int = setting("2", _count(1, 32), "connections to one peer that carry payloads")
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        if self.advertise is not None and self.listen is None:
+            raise SettingError(
+                "peers.listen", "peers.advertise is set, so say where to listen: 0.0.0.0:7400, for example"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,6 +179,7 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         load_timeout_s: float = 5.0,
         resets: str = "private",
         locality: str | None = None,
+        **unknown: Any,
     ) -> None:
         """`offloading_spec` to `backpressure_detector` are vLLM's; the others come from the tier's config.
 
@@ -192,8 +193,10 @@ class CascadeTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not in
         what the daemon refuses. A daemon that does not answer is no error.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        if unknown:
+            raise ConfigError(f'CascadeTier has no option {min(unknown)!r}: README, "Below vLLM\'s own CPU offloading"')
         if resets not in ("private", "keep"):
-            raise ConfigError(f"resets: {resets!r:.80} is not private or keep")
+            raise ConfigError(f"CascadeTier: resets must be one of private, keep, got {resets!r:.80}")
         if locality is not None:
             raise ConfigError("locality: this tier's blocks may lie on this node or elsewhere; leave it out")
         engine, kv_cache = engine_config(offloading_spec)

@@ -548,9 +548,11 @@ class Peers:
     def problems(self) -> list[str]:
         """What an operator should know, in sentences. A node that was shut down is asked no more, and soon none."""
         since = self._clock() - TROUBLE_S
+        # Where a node was started anew, its earlier life is no trouble.
+        newest = {peer.endpoint: peer for peer in self._peers.values()}
         return [
             f"{f'node {peer.name} at ' if peer.name else 'the node at '}{peer.endpoint} is left alone: {peer.reason}"
-            for peer in self._peers.values()
+            for peer in newest.values()
             if peer.reason and peer.trouble_at > since
         ]
 

@@ -231,11 +231,24 @@ def test_settings_that_contradict_each_other_are_refused_with_the_source() -> No
         load_settings(environ={}, flags={"hbm": "64MiB"})
 
 
-@pytest.mark.parametrize("host", ["node..local", ".", "n" * 64])
+@pytest.mark.parametrize("host", ["node..local", ".", "n" * 64, "10.0.0.999", "1.2.3", "[1::2::3]"])
 def test_a_host_that_can_have_no_address_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=r"peers\.advertise.*is no name of a host"):
-        load_settings(environ={}, flags={"peers-advertise": f"{host}:7400"})
-    assert load_settings(environ={}, flags={"peers-advertise": "a_b-c.d.:7400"}).peers.advertise
+        load_settings(environ={}, flags={"peers-listen": "127.0.0.1:0", "peers-advertise": f"{host}:7400"})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "224.0.0.1"])
+def test_an_advertised_address_is_that_of_one_host(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"peers\.advertise.*is the address of no one host"):
+        load_settings(environ={}, flags={"peers-listen": "127.0.0.1:0", "peers-advertise": f"{host}:7400"})
+
+
+@pytest.mark.parametrize("host", ["a_b-c.d.", "10.0.0.9", "[fe80::1]", "7.example"])
+def test_an_advertised_address_needs_one_to_listen_on(host: str) -> None:
+    flags = {"peers-advertise": f"{host}:7400"}
+    assert load_settings(environ={}, flags={**flags, "peers-listen": "0.0.0.0:7400"}).peers.advertise
+    with pytest.raises(ConfigError, match=r"peers\.listen \(default\): peers\.advertise is set, so say where"):
+        load_settings(environ={}, flags=flags)
 
 
 def test_a_file_that_cannot_be_used_is_refused_by_its_path(tmp_path: Path) -> None:

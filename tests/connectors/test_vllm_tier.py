@@ -409,7 +409,7 @@ def test_the_config_in_the_readme_is_the_one_that_works(make: Callable[..., Mana
         ({"cache_has": {"calculate_kv_scales": True}}, "calculate_kv_scales: .*--calculate-kv-scales"),
         ({"tier": {"resets": "sometimes"}}, "resets"),
         ({"tier": {"locality": "LOCAL"}}, "locality"),
-        ({"tier": {"sokcet": "/x"}}, "sokcet"),
+        ({"tier": {"sokcet": "/x"}}, "CascadeTier has no option 'sokcet'"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_at_start_by_name(

@@ -218,6 +218,7 @@ async def test_a_killed_source_costs_misses_and_its_successor_is_another_one() -
         with PeerNode(HASHES, port=endpoint.port) as successor:
             await until(lambda: peers.status()[0]["state"] == "sick")
             await eventually_whole(peers, successor.endpoint, successor.boot)
+            assert peers.problems() == []  # the one that was killed is over
             reasons: list[str | None] = [None]
             for _ in range(100):
                 reasons = await trouble(peers, endpoint, boot)
