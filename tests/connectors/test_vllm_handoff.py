@@ -321,7 +321,7 @@ def test_a_request_that_was_handed_off_may_be_preempted_and_resumed(start_prefil
         time.sleep(0.2)
         second.step()  # it sends what waited for its slots
     else:
-        raise AssertionError("nothing that was drawn is stored")
+        raise AssertionError("it did not come to that: nothing that was drawn is stored")
     before = second.get("computed")
     assert second.preempt_all()
     a.kill()  # its ticket is asked with again, and is of no use any more
