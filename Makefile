@@ -14,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PACKAGES := daemon tiers connectors config
-TWO := -n 2 --dist loadfile --no-loadscope-reorder --reruns 1 --only-rerun 'it did not come to that'
+AT_A_TIME := --dist loadfile --no-loadscope-reorder --reruns 1 --only-rerun 'it did not come to that'
 PIP := $(BIN)/python -P -m pip -qq --disable-pip-version-check --no-input
 
 .PHONY: help demo demo-cluster tools test test-newer check bench bench-vllm stress engines mooncake dev links clean
@@ -51,12 +51,13 @@ tools:
 	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get -qq install -y --no-install-recommends $$missing >/dev/null; \
 	fi
 
-# Two at a time, by file: most wait for processes, servers and timeouts more than they compute. Real vLLM engines want
-# all cores and would make the daemons of other tests late, so theirs come by themselves. What a test waited for in vain
-# (`eventually`) on a busy machine is tried once more, and counted as a rerun in the closing line; a wrong result never is.
+# By file, two or three at a time: most wait for processes, servers and timeouts more than they compute. Real vLLM engines
+# want all cores and would make the daemons of other tests late, so theirs come by themselves. What a test waited for in
+# vain (`eventually`) on a busy machine is tried once more, and counted as a rerun in the closing line; a wrong result
+# never is.
 test: $(INSTALLED) engines tools
-	$(BIN)/pytest -m 'vllm and not stress' $(TWO)
-	$(BIN)/pytest -m 'not vllm and not stress' $(TWO)
+	$(BIN)/pytest -m 'vllm and not stress' -n 2 $(AT_A_TIME)
+	$(BIN)/pytest -m 'not vllm and not stress' -n 3 $(AT_A_TIME)
 
 engines: $(INSTALLED)
 	@PYTHON=$(BIN)/python tests/engines/vllm/install.sh >/dev/null
